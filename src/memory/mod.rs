@@ -1,0 +1,1 @@
+//! Registered memory ranges and shareable pools.
