@@ -4,9 +4,10 @@
 //! The product is the C ABI in [`ffi`]; everything below it is the core. `docs/architecture.md`
 //! says which module may use which.
 
+pub mod copy;
 pub mod error;
 pub mod ids;
-pub mod memory;
-pub mod copy;
 pub mod layout;
+pub mod memory;
 pub mod plan;
+pub mod transport;
