@@ -4,6 +4,7 @@
 //! The product is the C ABI in [`ffi`]; everything below it is the core. `docs/architecture.md`
 //! says which module may use which.
 
+pub mod agent;
 pub mod copy;
 pub mod error;
 pub mod ids;
