@@ -12,3 +12,4 @@ pub mod layout;
 pub mod memory;
 pub mod plan;
 pub mod transport;
+pub mod wire;
