@@ -11,5 +11,6 @@ pub mod ids;
 pub mod layout;
 pub mod memory;
 pub mod plan;
+pub mod session;
 pub mod transport;
 pub mod wire;
