@@ -15,3 +15,4 @@ pub mod runtime;
 pub mod session;
 pub mod transport;
 pub mod wire;
+pub mod observe;
