@@ -4,9 +4,11 @@
 //! The product is the C ABI in [`ffi`]; everything below it is the core. `docs/architecture.md`
 //! says which module may use which.
 
-pub mod error;
-pub mod ids;
-pub mod memory;
 pub mod copy;
+pub mod error;
+pub mod ffi;
+pub mod ids;
 pub mod layout;
+pub mod memory;
+pub mod observe;
 pub mod plan;

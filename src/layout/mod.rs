@@ -77,7 +77,10 @@ pub struct Ordinals {
 
 impl Default for Ordinals {
     fn default() -> Self {
-        Self { offset: 0, stride: 1 }
+        Self {
+            offset: 0,
+            stride: 1,
+        }
     }
 }
 
