@@ -9,6 +9,7 @@
 //! `KVF_UPDATE_HEADER=1 cargo test --test header`.
 
 #![allow(non_camel_case_types)] // the C names are the names
+#![allow(rustdoc::broken_intra_doc_links)] // Doxygen's `@param[out]` is no link
 
 #[allow(dead_code)] // as `structs`
 pub(crate) mod boundary;
