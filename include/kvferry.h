@@ -231,6 +231,13 @@ const char *kvf_status_name(int32_t status) KVF_NOEXCEPT;
  */
 size_t kvf_last_error(char *buf, size_t cap) KVF_NOEXCEPT;
 
+#if defined(KVFERRY_FEATURE_TESTING)
+/**
+ * Panics inside the boundary, to show that a panic becomes KVF_ERR_INTERNAL.
+ */
+KVF_NODISCARD kvf_status kvf_testing_panic(void) KVF_NOEXCEPT;
+#endif
+
 /**
  * Version of the loaded library: `major << 24 | minor << 16 | patch`, to compare with
  * `KVF_VERSION`.

@@ -16,8 +16,11 @@ pub(crate) mod boundary;
 mod status;
 #[allow(dead_code, unused_macros, unused_imports)] // a tool box: each object's file takes its part
 pub(crate) mod structs;
+mod testing;
 mod version;
 
 pub use crate::error::kvf_status;
 pub use status::*;
+#[cfg(feature = "testing")]
+pub use testing::*;
 pub use version::*;
