@@ -7,12 +7,13 @@
 pub mod agent;
 pub mod copy;
 pub mod error;
+pub mod ffi;
 pub mod ids;
 pub mod layout;
 pub mod memory;
+pub mod observe;
 pub mod plan;
 pub mod runtime;
 pub mod session;
 pub mod transport;
 pub mod wire;
-pub mod observe;
