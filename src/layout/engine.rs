@@ -291,11 +291,17 @@ pub fn compatible(src: &[Layout], dst: &[Layout]) -> Result<()> {
     let ours = Invariants::of(src).map_err(|e| e.context("source engine"))?;
     let theirs = Invariants::of(dst).map_err(|e| e.context("destination engine"))?;
     ours.compare(&theirs)?;
+    blocks_fit(src, dst)
+}
+
+/// The part of [`compatible`] about blocks and windows; both engines must be free of
+/// contradictions and have the same number of groups.
+pub(crate) fn blocks_fit(src: &[Layout], dst: &[Layout]) -> Result<()> {
     let first = |ranks: &[Layout], g: usize| -> Option<Group> {
         let mut groups = ranks.iter().map(|r| &r.groups[g]);
         groups.find(|group| !group.layers.is_empty()).cloned()
     };
-    for g in 0..ours.groups.len() {
+    for g in 0..src.first().map_or(0, |r| r.groups.len()) {
         let (Some(s), Some(d)) = (first(src, g), first(dst, g)) else {
             continue;
         };
@@ -522,7 +528,8 @@ pub fn validate_engine(ranks: &[Layout]) -> Result<()> {
     replicas(ranks)
 }
 
-/// Replica indices: none twice in one attention-DP index, none absent from the engine.
+/// Replica indices: none twice in one attention-DP index, none absent from the engine. Replicas
+/// that all say they are the only one are accepted: what a rank holds is known from its shards.
 fn replicas(ranks: &[Layout]) -> Result<()> {
     // (group, role, layer class's first layer, shard, shards, offset) -> (replica, count, dp, rank)
     type Shard = (usize, Role, u32, u32, u32, u32);
@@ -550,6 +557,9 @@ fn replicas(ranks: &[Layout]) -> Result<()> {
     }
     for ((g, role, layer, shard, of, _), held) in shards {
         for (i, (replica, count, dp, rank)) in held.iter().enumerate() {
+            if *count == 1 {
+                continue;
+            }
             let place = format!("group {g}, view {role}, layer {layer}, shard {shard} of {of}");
             if let Some(other) = held[..i].iter().find(|h| h.0 == *replica && h.2 == *dp) {
                 bail!(

@@ -14,7 +14,7 @@ use std::ops::Range;
 pub use engine::{
     Gap, GroupInvariants, Invariants, ViewInvariants, compatible, missing, validate_engine,
 };
-pub(crate) use engine::{atoms, layer_classes};
+pub(crate) use engine::{atoms, blocks_fit, layer_classes};
 pub use validate::{check, validate};
 
 /// Position of a rank in its engine. Only `global_rank` and `dp_rank` have a meaning to kvferry

@@ -216,7 +216,8 @@ pub(super) fn templates(src: &Layout, dst: &Layout, shares: Vec<Share>) -> Resul
         .collect()
 }
 
-fn template(src: &Group, dst: &Group, mut shares: Vec<Share>) -> Result<Template> {
+/// One group of a pair.
+pub(super) fn template(src: &Group, dst: &Group, mut shares: Vec<Share>) -> Result<Template> {
     let kind = match dst.kind {
         crate::layout::GroupKind::Paged { window, .. } => TemplateKind::Paged {
             window: u64::from(window),

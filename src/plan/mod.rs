@@ -8,6 +8,8 @@
 //! layers and heads into strided pieces, [`bind`] adds slots and a token range.
 
 mod bind;
+mod explain;
+pub mod file;
 mod lower;
 mod meeting;
 mod proof;
@@ -20,6 +22,7 @@ use crate::error::Result;
 use crate::layout::{Layout, compatible, validate_engine};
 
 pub use bind::{Binding, Cursor, Request};
+pub use explain::{Explanation, Span, TransferRow, UncoveredRow, explain, explain_layouts};
 pub use reshard::{LayerAt, Share, Uncovered};
 
 use lower::Template;
