@@ -1,4 +1,24 @@
 //! The copy loops: strided runs, with streaming stores chosen at run time.
+//!
+//! A batch is flattened into [`rows::Row`]s (one contiguous run, repeated along one axis) and each
+//! row goes to a kernel together with the row that follows it, so that the kernel can prefetch
+//! across the gap where the hardware prefetcher loses the thread.
+//!
+//! Batches larger than [`STREAM_FROM`] use non-temporal stores, which do not read the destination
+//! lines first and leave the caches to the engine; smaller ones stay in the cache, because their
+//! consumer reads them at once.
+//!
+//! This is one of the few rooms that hold `unsafe`: every access goes through raw pointers, because
+//! the source may be another process's memory, which may change under the copy.
+
+mod plain;
+mod rows;
+#[cfg(test)]
+mod tests;
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+mod x86_64;
+
+use rows::{Row, Rows};
 
 /// One axis of a strided copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -24,6 +44,29 @@ pub struct Strided<'a> {
     pub dims: &'a [Dim],
 }
 
+impl Strided<'_> {
+    /// Bytes this copy writes; saturates, since an absurd count must not wrap to a small one.
+    fn bytes(&self) -> usize {
+        self.dims
+            .iter()
+            .fold(self.run, |bytes, dim| bytes.saturating_mul(dim.count))
+    }
+}
+
+/// Batches of at least this many bytes are written with streaming stores.
+const STREAM_FROM: usize = 1 << 20;
+
+/// One way to copy a row.
+#[derive(Clone, Copy)]
+struct Kernel {
+    #[cfg_attr(not(test), allow(dead_code))]
+    name: &'static str,
+    /// Copies the first row; of the second (the one to come, perhaps empty) it only prefetches.
+    copy: unsafe fn(&Row, &Row),
+    /// Whether its stores need a fence before anything that tells others about them.
+    streams: bool,
+}
+
 /// Runs a batch of copies in order; when it returns, all stores are globally visible.
 ///
 /// Another process may write the source at the same time: bytes are copied raw, never borrowed.
@@ -32,5 +75,47 @@ pub struct Strided<'a> {
 /// Every source byte must be readable and every destination byte writable for the whole call; the
 /// two must not overlap.
 pub unsafe fn run(batch: &[Strided<'_>]) {
-    for _copy in batch {}
+    let total = batch
+        .iter()
+        .fold(0usize, |sum, copy| sum.saturating_add(copy.bytes()));
+    // SAFETY: the caller's promise, passed on; `pick` only offers what this processor can do.
+    unsafe { run_with(pick(total), batch) }
 }
+
+/// Runs a batch with one kernel.
+///
+/// # Safety
+/// As [`run`]; the kernel must be one that this processor supports.
+unsafe fn run_with(kernel: Kernel, batch: &[Strided<'_>]) {
+    let mut rows = batch.iter().flat_map(Rows::new);
+    let Some(mut row) = rows.next() else { return };
+    for next in rows {
+        // SAFETY: rows lie inside their `Strided`, which the caller vouches for.
+        unsafe { (kernel.copy)(&row, &next) };
+        row = next;
+    }
+    // SAFETY: as above; an empty row is never touched.
+    unsafe { (kernel.copy)(&row, &Row::EMPTY) };
+    if kernel.streams {
+        fence();
+    }
+}
+
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+fn pick(total: usize) -> Kernel {
+    x86_64::pick(total >= STREAM_FROM)
+}
+
+#[cfg(not(all(target_arch = "x86_64", not(miri))))]
+fn pick(_total: usize) -> Kernel {
+    plain::KERNEL
+}
+
+/// Orders streaming stores before every later store of this thread.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+fn fence() {
+    x86_64::fence();
+}
+
+#[cfg(not(all(target_arch = "x86_64", not(miri))))]
+fn fence() {}
