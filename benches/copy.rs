@@ -1,11 +1,12 @@
 //! `copy::run` against bare loops, alternating in one run.
 //!
-//!     cargo bench --bench copy -- [--quick] [--json] [--only TEXT]
+//!     cargo bench --bench copy -- [--quick] [--json] [--only TEXT] [--thread-time]
 //!
 //! Each case reads scattered blocks out of a 1 GiB memfd, mapped read-only and populated, into
-//! private memory. Every repetition of every contender has its own random blocks, so that none
-//! finds the caches warmed by the one before. Ratios count; the absolute figures move from machine
-//! to machine.
+//! private memory. Every repetition of every contender has its own random blocks and its own place in
+//! the destination, so that none finds the caches warmed by the one before. Ratios count; the absolute figures move from machine
+//! to machine. `--thread-time` takes the thread's own time instead of wall time, which a crowded
+//! machine disturbs less.
 
 use std::error::Error;
 use std::io::Write;
@@ -17,6 +18,7 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 const POOL: usize = 1 << 30;
 const DST: usize = 256 * MIB;
+const PAGE: usize = 4 * KIB;
 /// Short runs: tokens in a block, and payload of one repetition.
 const TOKENS: usize = 16;
 const SHORT_TOTAL: usize = 32 * MIB;
@@ -109,7 +111,7 @@ mod bare {
 
     #[cfg(target_arch = "x86_64")]
     pub fn streaming(batch: &[Strided<'_>]) {
-        // SAFETY: `contenders` offers it only where AVX-512 is.
+        // SAFETY: `contenders` offers it only where AVX2 is.
         blocks(batch, |dst, src, bytes, _| unsafe {
             nt(dst, src, bytes, std::ptr::null());
         });
@@ -117,8 +119,10 @@ mod bare {
 
     #[cfg(target_arch = "x86_64")]
     pub fn streaming_prefetch(batch: &[Strided<'_>]) {
-        // SAFETY: `contenders` offers it only where AVX-512 is.
-        blocks(batch, |dst, src, bytes, next| unsafe { nt(dst, src, bytes, next) });
+        // SAFETY: `contenders` offers it only where AVX2 is.
+        blocks(batch, |dst, src, bytes, next| unsafe {
+            nt(dst, src, bytes, next)
+        });
     }
 
     /// The loop that `copy::run` has to match: 256 bytes a round, aligned, with prefetch.
@@ -126,11 +130,10 @@ mod bare {
     /// # Safety
     /// `bytes` is a multiple of 256, both sides are multiples of 64 and valid.
     #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx512f")]
     unsafe fn nt(dst: *mut u8, src: *const u8, bytes: usize, next: *const u8) {
         use std::arch::x86_64::*;
         for at in (0..bytes).step_by(256) {
-            // SAFETY: inside `bytes`; prefetches never fault.
+            // SAFETY: inside `bytes`; prefetches never fault; the vectors were detected.
             unsafe {
                 for line in [0, 64, 128, 192] {
                     if !next.is_null() && at < 16384 {
@@ -140,21 +143,75 @@ mod bare {
                 for line in [0, 64, 128, 192] {
                     _mm_prefetch::<_MM_HINT_NTA>(src.wrapping_add(at + 1024 + line).cast());
                 }
-                let line = |n: usize| _mm512_load_si512(src.add(at + n).cast());
-                let (a, b, c, d) = (line(0), line(64), line(128), line(192));
-                _mm512_stream_si512(dst.add(at).cast(), a);
-                _mm512_stream_si512(dst.add(at + 64).cast(), b);
-                _mm512_stream_si512(dst.add(at + 128).cast(), c);
-                _mm512_stream_si512(dst.add(at + 192).cast(), d);
+                if is_x86_feature_detected!("avx512f") {
+                    round512(dst.add(at), src.add(at));
+                } else {
+                    round256(dst.add(at), src.add(at));
+                }
             }
         }
-        _mm_sfence();
+        // SAFETY: SSE is part of x86-64.
+        unsafe { _mm_sfence() };
+    }
+
+    /// # Safety
+    /// As [`nt`].
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn round512(dst: *mut u8, src: *const u8) {
+        use std::arch::x86_64::*;
+        // SAFETY: the caller's promise.
+        unsafe {
+            let v = [0, 64, 128, 192].map(|at| _mm512_load_si512(src.add(at).cast()));
+            for (i, v) in v.into_iter().enumerate() {
+                _mm512_stream_si512(dst.add(64 * i).cast(), v);
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`nt`].
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    unsafe fn round256(dst: *mut u8, src: *const u8) {
+        use std::arch::x86_64::*;
+        // SAFETY: the caller's promise.
+        unsafe {
+            for i in 0..8 {
+                let v = _mm256_load_si256(src.add(32 * i).cast());
+                _mm256_stream_si256(dst.add(32 * i).cast(), v);
+            }
+        }
     }
 }
 
 fn kvferry(batch: &[Strided<'_>]) {
     // SAFETY: the bench's own mappings.
     unsafe { run(batch) }
+}
+
+/// Wall time, or the thread's own time, which a crowded machine disturbs less.
+#[derive(Clone, Copy)]
+enum Clock {
+    Wall(Instant),
+    Thread,
+}
+
+impl Clock {
+    fn now(self) -> f64 {
+        match self {
+            Clock::Wall(start) => start.elapsed().as_secs_f64(),
+            Clock::Thread => {
+                let mut time = libc::timespec {
+                    tv_sec: 0,
+                    tv_nsec: 0,
+                };
+                // SAFETY: a local to write to.
+                unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+                time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
+            }
+        }
+    }
 }
 
 struct Contender {
@@ -171,18 +228,35 @@ const fn contender(name: &'static str, copy: fn(&[Strided<'_>]), whole: bool) ->
 /// Shape of the scattered pieces.
 #[derive(Clone, Copy)]
 enum Case {
-    Blocks { bytes: usize, count: usize },
-    /// A slice of the heads: `run` bytes a token, out of (or into) tokens of twice that.
-    Heads { run: usize, split: bool },
+    Blocks {
+        bytes: usize,
+        count: usize,
+    },
+    /// Half of the heads of `[block, 2, token, head, dim]`: `run` bytes a token out of tokens of
+    /// twice that (split), or into such (merge); block ids are random or consecutive.
+    Heads {
+        run: usize,
+        split: bool,
+        scattered: bool,
+    },
 }
 
 impl Case {
     fn name(self) -> String {
         match self {
-            Case::Blocks { bytes, count } if bytes >= MIB => format!("{} MiB x {count}", bytes / MIB),
+            Case::Blocks { bytes, count } if bytes >= MIB => {
+                format!("{} MiB x {count}", bytes / MIB)
+            }
             Case::Blocks { bytes, count } => format!("{} KiB x {count}", bytes / KIB),
-            Case::Heads { run, split: true } => format!("{run} B runs, split"),
-            Case::Heads { run, split: false } => format!("{run} B runs, merge"),
+            Case::Heads {
+                run,
+                split,
+                scattered,
+            } => {
+                let shape = if split { "split" } else { "merge" };
+                let order = if scattered { "scattered" } else { "in order" };
+                format!("{run} B runs, {shape}, {order}")
+            }
         }
     }
 
@@ -196,29 +270,53 @@ impl Case {
     fn dims(self) -> Vec<Dim> {
         match self {
             Case::Blocks { .. } => Vec::new(),
-            Case::Heads { run, split } => {
-                let (src, dst) = if split { (2 * run, run) } else { (run, 2 * run) };
-                // Keys and values are in different halves of both sides.
-                let roles = Dim { count: 2, src: POOL / 2, dst: DST / 2 };
-                vec![roles, Dim { count: TOKENS, src, dst }]
+            Case::Heads { run, split, .. } => {
+                let (src, dst) = if split {
+                    (2 * run, run)
+                } else {
+                    (run, 2 * run)
+                };
+                let roles = Dim {
+                    count: 2,
+                    src: TOKENS * src,
+                    dst: TOKENS * dst,
+                };
+                vec![
+                    roles,
+                    Dim {
+                        count: TOKENS,
+                        src,
+                        dst,
+                    },
+                ]
             }
         }
     }
 
     fn batch<'a>(self, dims: &'a [Dim], pool: &Map, dst: &Map, seed: &mut u64) -> Vec<Strided<'a>> {
-        let (count, src_slot, dst_slot, slots, run) = match self {
-            Case::Blocks { bytes, count } => (count, bytes, bytes, POOL / bytes, bytes),
-            Case::Heads { run, .. } => {
-                let (src, dst) = (TOKENS * dims[1].src, TOKENS * dims[1].dst);
-                (SHORT_TOTAL / (2 * TOKENS * run), src, dst, POOL / 2 / src, run)
+        let (run, src_block, dst_block, scattered) = match self {
+            Case::Blocks { bytes, .. } => (bytes, bytes, bytes, true),
+            Case::Heads { run, scattered, .. } => {
+                (run, 2 * dims[0].src, 2 * dims[0].dst, scattered)
             }
         };
+        let slots = POOL / src_block;
+        let count = self.bytes() / dims.iter().fold(run, |bytes, dim| bytes * dim.count);
+        let first = random(seed) % (slots - count + 1);
+        let base = random(seed) % ((DST - count * dst_block) / PAGE + 1) * PAGE;
         (0..count)
-            .map(|i| Strided {
-                src: pool.0.wrapping_add(random(seed) % slots * src_slot),
-                dst: dst.0.wrapping_add(i * dst_slot),
-                run,
-                dims,
+            .map(|i| {
+                let slot = if scattered {
+                    random(seed) % slots
+                } else {
+                    first + i
+                };
+                Strided {
+                    src: pool.0.wrapping_add(slot * src_block),
+                    dst: dst.0.wrapping_add(base + i * dst_block),
+                    run,
+                    dims,
+                }
             })
             .collect()
     }
@@ -226,7 +324,11 @@ impl Case {
 
 /// Every byte of a batch, against the source.
 fn check(batch: &[Strided<'_>], who: &str) -> Result<()> {
-    let once = Dim { count: 1, src: 0, dst: 0 };
+    let once = Dim {
+        count: 1,
+        src: 0,
+        dst: 0,
+    };
     for copy in batch {
         let (outer, inner) = match *copy.dims {
             [outer, inner] => (outer, inner),
@@ -256,9 +358,13 @@ fn contenders(case: Case) -> Vec<Contender> {
     match case {
         Case::Heads { .. } => all.push(contender("plain loop", bare::plain_loop, false)),
         #[cfg(target_arch = "x86_64")]
-        Case::Blocks { .. } if is_x86_feature_detected!("avx512f") => {
+        Case::Blocks { .. } if is_x86_feature_detected!("avx2") => {
             all.push(contender("streaming", bare::streaming, false));
-            all.push(contender("streaming+prefetch", bare::streaming_prefetch, false));
+            all.push(contender(
+                "streaming+prefetch",
+                bare::streaming_prefetch,
+                false,
+            ));
         }
         Case::Blocks { .. } => {}
     }
@@ -266,7 +372,14 @@ fn contenders(case: Case) -> Vec<Contender> {
 }
 
 /// Median GB/s of each contender.
-fn measure(case: Case, reps: usize, pool: &Map, dst: &Map, seed: &mut u64) -> Result<Vec<f64>> {
+fn measure(
+    case: Case,
+    reps: usize,
+    clock: Clock,
+    pool: &Map,
+    dst: &Map,
+    seed: &mut u64,
+) -> Result<Vec<f64>> {
     let dims = case.dims();
     let all = contenders(case);
     let mut times = vec![Vec::new(); all.len()];
@@ -283,9 +396,9 @@ fn measure(case: Case, reps: usize, pool: &Map, dst: &Map, seed: &mut u64) -> Re
                     dims: &[],
                 }];
             }
-            let start = Instant::now();
+            let start = clock.now();
             (all[who].copy)(&batch);
-            let took = start.elapsed().as_secs_f64();
+            let took = clock.now() - start;
             // The first round is for checking and warming.
             if rep == 0 {
                 check(&batch, all[who].name)?;
@@ -308,6 +421,11 @@ fn main() -> Result<()> {
     let has = |flag: &str| args.iter().any(|arg| arg == flag);
     let after = |flag: &str| args.iter().skip_while(|arg| *arg != flag).nth(1);
     let (json, only) = (has("--json"), after("--only"));
+    let clock = if has("--thread-time") {
+        Clock::Thread
+    } else {
+        Clock::Wall(Instant::now())
+    };
     let reps = if has("--quick") { 5 } else { 21 };
 
     let pool = pool()?;
@@ -323,22 +441,25 @@ fn main() -> Result<()> {
         (MIB, 256),
         (256 * MIB, 1),
     ];
-    let heads = [64, 128, 256, 512];
-    let cases = blocks
-        .iter()
-        .map(|&(bytes, count)| Case::Blocks { bytes, count })
-        .chain([true, false].iter().flat_map(|&split| {
-            heads.iter().map(move |&run| Case::Heads { run, split })
-        }));
+    let blocks = blocks.map(|(bytes, count)| Case::Blocks { bytes, count });
+    let heads = [true, false].into_iter().flat_map(|scattered| {
+        [true, false].into_iter().flat_map(move |split| {
+            [64, 128, 256, 512].map(|run| Case::Heads {
+                run,
+                split,
+                scattered,
+            })
+        })
+    });
 
     let mut out = std::io::stdout().lock();
     let mut seed = 1;
-    for case in cases {
+    for case in blocks.into_iter().chain(heads) {
         let name = case.name();
         if only.is_some_and(|only| !name.contains(only.as_str())) {
             continue;
         }
-        let rates = measure(case, reps, &pool, &dst, &mut seed)?;
+        let rates = measure(case, reps, clock, &pool, &dst, &mut seed)?;
         let best = rates[1..].iter().copied().fold(0.0, f64::max);
         let named: Vec<_> = contenders(case).iter().map(|c| c.name).zip(rates).collect();
         let ratio = named[0].1 / best;
@@ -352,7 +473,7 @@ fn main() -> Result<()> {
             });
             writeln!(out, "{line}")?;
         } else {
-            write!(out, "{name:20} {ratio:5.2} x best bare   GB/s:")?;
+            write!(out, "{name:28} {ratio:5.2} x best bare   GB/s:")?;
             for (name, rate) in named {
                 write!(out, "  {name} {rate:.2}")?;
             }

@@ -23,9 +23,34 @@ impl Row {
         src_stride: 0,
         dst_stride: 0,
     };
+
+    /// Bytes it writes.
+    pub fn bytes(&self) -> usize {
+        self.run.saturating_mul(self.count)
+    }
+
+    /// The part from the run `skip` on; empty beyond the end.
+    #[inline(always)]
+    pub fn tail(&self, skip: usize) -> Row {
+        Row {
+            src: self.src.wrapping_add(skip.wrapping_mul(self.src_stride)),
+            dst: self.dst.wrapping_add(skip.wrapping_mul(self.dst_stride)),
+            count: self.count.saturating_sub(skip),
+            ..*self
+        }
+    }
+
+    /// The first `count` runs at most.
+    #[inline(always)]
+    pub fn head(&self, count: usize) -> Row {
+        Row {
+            count: self.count.min(count),
+            ..*self
+        }
+    }
 }
 
-/// The rows of one strided copy, in order.
+/// The rows of one strided copy, in order; none of them is empty.
 ///
 /// The innermost axis becomes the row, the next one is stepped with a counter, and the axes outside
 /// those two are found from a linear index: any number of axes, no allocation, and the divisions
