@@ -162,7 +162,7 @@ fn take_fds(message: &libc::msghdr) -> Vec<OwnedFd> {
         if level == libc::SOL_SOCKET && kind == libc::SCM_RIGHTS {
             // SAFETY: arithmetic only.
             let head_len = unsafe { libc::CMSG_LEN(0) } as usize;
-            let count = (len as usize).saturating_sub(head_len) / FD_BYTES;
+            let count = len.saturating_sub(head_len) / FD_BYTES;
             // SAFETY: the data behind the header, `count` descriptors long.
             let first = unsafe { libc::CMSG_DATA(head) }.cast::<RawFd>();
             for i in 0..count {

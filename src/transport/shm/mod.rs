@@ -133,38 +133,38 @@ impl ShmPath {
                 self.peer.describe()
             );
         }
-        let (nonce, _) = self.read_table(self.leases.address + LEASE_HEAD_BYTES)?;
-        self.same_memory(nonce)?;
-        self.still_the_peer()?;
+        self.same_program()?;
         self.private_proven.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// The table's nonce and then the word at `word`, through the kernel.
-    fn read_table(&self, word: u64) -> Result<([u8; NONCE_BYTES], [u8; 8])> {
-        let at = (self.leases.address, word);
-        read_pair(&self.peer, at, "its lease table").map_err(|mut err| {
-            // kvferry's own memory is there as long as the program runs.
-            if err.status == Status::KVF_ERR_TRANSFER {
-                err.status = Status::KVF_ERR_PEER_LOST;
-            }
-            err
-        })
+    /// After reads by pid: they reached the peer only if it still lives, because until it is gone
+    /// nobody else gets its pid, and still has the nonce, because exec keeps pid and pidfd but not
+    /// the memory.
+    fn same_program(&self) -> Result<()> {
+        // The word that comes along is of no interest; every table has a first one.
+        self.read_table(self.leases.address + LEASE_HEAD_BYTES)
+            .map(|_| ())
     }
 
-    fn same_memory(&self, nonce: [u8; NONCE_BYTES]) -> Result<()> {
+    /// The word at an address of the table through the kernel, once the nonce before it is right.
+    fn read_table(&self, word: u64) -> Result<u64> {
+        let at = (self.leases.address, word);
+        let (nonce, word): ([u8; NONCE_BYTES], [u8; 8]) =
+            read_pair(&self.peer, at, "its lease table").map_err(|mut err| {
+                // kvferry's own memory is there as long as the program runs.
+                if err.status == Status::KVF_ERR_TRANSFER {
+                    err.status = Status::KVF_ERR_PEER_LOST;
+                }
+                err
+            })?;
         if nonce != self.leases.nonce {
             bail!(
                 KVF_ERR_PEER_LOST,
-                "{} no longer holds the announced lease table: it runs another program now",
+                "{} does not hold the announced lease table: it runs another program",
                 self.peer.describe()
             );
         }
-        Ok(())
-    }
-
-    /// After a read by pid: the pid has meant the peer all the time only if the peer still lives.
-    fn still_the_peer(&self) -> Result<()> {
         if !self.peer.is_alive() {
             bail!(
                 KVF_ERR_PEER_LOST,
@@ -172,7 +172,7 @@ impl ShmPath {
                 self.peer.describe()
             );
         }
-        Ok(())
+        Ok(u64::from_ne_bytes(word))
     }
 
     fn is_private(&self, id: u32) -> bool {
@@ -257,7 +257,11 @@ impl ShmPath {
     fn flush(&self, window: &mut Window) -> Result<u64> {
         // SAFETY: every local range was checked against a pool of the job, which the job keeps;
         // pools are writable by `Pool`'s contract and never borrowed.
-        unsafe { window.read(&self.peer, |at| self.place(at)) }
+        match unsafe { window.read(&self.peer, |at| self.place(at)) } {
+            // Another program under the same pid has other mappings: say that instead.
+            Err(err) if err.status == Status::KVF_ERR_TRANSFER => self.same_program().and(Err(err)),
+            done => done,
+        }
     }
 
     /// "pool 3 offset 4096" of a remote address.
@@ -271,8 +275,7 @@ impl ShmPath {
         inside.unwrap_or_else(|| format!("address {at:#x}"))
     }
 
-    /// The word read through the kernel, together with the nonce: a process that runs another
-    /// program by now has the old pid and a mapped table that still looks valid.
+    /// The lease word through the kernel.
     fn holds_remotely(&self, lease: LeaseRef) -> Result<bool> {
         if lease.index >= self.leases.capacity {
             bail!(
@@ -284,10 +287,8 @@ impl ShmPath {
         }
         // The data was read by earlier calls, of other threads too.
         fence(Ordering::SeqCst);
-        let (nonce, word) = self.read_table(self.leases.address + lease.offset())?;
-        self.same_memory(nonce)?;
-        self.still_the_peer()?;
-        Ok(u64::from_ne_bytes(word) == lease.word())
+        let word = self.read_table(self.leases.address + lease.offset())?;
+        Ok(word == lease.word())
     }
 }
 
@@ -318,16 +319,16 @@ impl DataPath for ShmPath {
             batch.clear();
         }
         if buffers.read_by_pid {
-            self.still_the_peer()?;
+            self.same_program()?;
         }
         Ok(())
     }
 
     fn attest(&self, job: &ReadJob) -> Result<bool> {
         match &self.leases.view {
-            // Mapped bytes stay what they were whatever becomes of the peer.
-            Some(view) if !self.private_proven.load(Ordering::Relaxed) => view.holds(job.lease()),
-            _ => self.holds_remotely(job.lease()),
+            // `run` has made sure that what it read by pid was the peer's.
+            Some(view) => view.holds(job.lease()),
+            None => self.holds_remotely(job.lease()),
         }
     }
 

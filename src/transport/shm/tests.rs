@@ -315,43 +315,34 @@ fn ranges_outside_of_a_pool_are_refused_before_anything_moves() {
 
 #[test]
 fn a_revoked_lease_is_not_attested_on_either_way() {
-    let mut source = SourceProcess::start();
-    let dst = Destination::new(4096);
-    assert!(source.path.attest(&source.job()).unwrap(), "mapped word");
-    dst.read(&source.path, &[pattern(PRIVATE, 0, 1, 0, 4096, &[])])
-        .unwrap();
-    assert!(source.path.attest(&source.job()).unwrap(), "word by pid");
-    let never = ReadJob::new(
-        Vec::new(),
-        BTreeMap::new(),
-        LeaseRef {
-            index: source.lease.index,
-            generation: source.lease.generation + 1,
-        },
-    );
-    assert!(!source.path.attest(&never).unwrap());
-    source.order(b'r');
-    assert!(!source.path.attest(&source.job()).unwrap());
-    assert!(
-        !source
-            .path
-            .leases
-            .view
-            .as_ref()
-            .unwrap()
-            .holds(source.lease)
-            .unwrap()
-    );
-    let outside = ReadJob::new(
-        Vec::new(),
-        BTreeMap::new(),
-        LeaseRef {
+    for by_pid in [false, true] {
+        let mut source = SourceProcess::start_with(|leases| {
+            if by_pid {
+                leases.view = None;
+            }
+        });
+        let job = |lease| ReadJob::new(Vec::new(), BTreeMap::new(), lease);
+        let LeaseRef { index, generation } = source.lease;
+        assert!(source.path.attest(&job(source.lease)).unwrap());
+        let later = LeaseRef {
+            index,
+            generation: generation + 1,
+        };
+        let never = LeaseRef {
+            index: index + 1,
+            generation,
+        };
+        let outside = LeaseRef {
             index: LEASES,
-            generation: 1,
-        },
-    );
-    let err = source.path.attest(&outside).unwrap_err();
-    assert_eq!(err.status, Status::KVF_ERR_PROTOCOL);
+            generation,
+        };
+        assert!(!source.path.attest(&job(later)).unwrap());
+        assert!(!source.path.attest(&job(never)).unwrap());
+        let err = source.path.attest(&job(outside)).unwrap_err();
+        assert_eq!(err.status, Status::KVF_ERR_PROTOCOL);
+        source.order(b'r');
+        assert!(!source.path.attest(&job(source.lease)).unwrap());
+    }
 }
 
 #[test]
@@ -390,7 +381,7 @@ fn a_dead_source_is_a_lost_peer_but_its_pool_stays_readable() {
     assert!(!source.path.peer.is_alive());
     let err = dst.read(&source.path, &private).unwrap_err();
     assert_eq!(err.status, Status::KVF_ERR_PEER_LOST, "{err}");
-    let err = source.path.attest(&source.job()).unwrap_err();
+    let err = source.path.same_program().unwrap_err();
     assert_eq!(err.status, Status::KVF_ERR_PEER_LOST, "{err}");
     let mapped = [pattern(MAPPED, 8192, 1, 0, 4096, &[])];
     dst.read(&source.path, &mapped).unwrap();
@@ -420,7 +411,13 @@ fn another_program_under_the_same_pid_is_not_the_peer() {
     // Close-on-exec ends the stream when the new program is in place.
     assert_eq!(source.stream.read(&mut [0]).unwrap(), 0);
     assert!(source.path.peer.is_alive());
-    let err = source.path.attest(&source.job()).unwrap_err();
+    // What `run` asks after its last byte, and what a failed read is explained by.
+    let err = source.path.same_program().unwrap_err();
+    assert_eq!(err.status, Status::KVF_ERR_PEER_LOST, "{err}");
+    let dst = Destination::new(64);
+    let err = dst
+        .read(&source.path, &[pattern(PRIVATE, 0, 1, 0, 64, &[])])
+        .unwrap_err();
     assert_eq!(err.status, Status::KVF_ERR_PEER_LOST, "{err}");
 }
 
