@@ -1,0 +1,24 @@
+# The Rust tests as ctest entries: one per file in tests/, one for the unit tests, one for the
+# documentation's examples. Dev profile, in a target directory of their own.
+set(KVFERRY_CARGO_TEST_DIR "${PROJECT_BINARY_DIR}/cargo-test" CACHE PATH
+    "Cargo's target directory for tests")
+set(_cargo ${CMAKE_COMMAND} -E env "CARGO_TARGET_DIR=${KVFERRY_CARGO_TEST_DIR}" ${KVFERRY_CARGO_ENV}
+    "${KVFERRY_CARGO}" test --locked --features testing)
+
+# kvf_rust_test(<name> <arguments of cargo test>...)
+function(kvf_rust_test name)
+  add_test(NAME rust.${name} COMMAND ${_cargo} ${ARGN}
+           WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}")
+  set_tests_properties(rust.${name} PROPERTIES LABELS rust TIMEOUT 600 FIXTURES_REQUIRED rust_built)
+endfunction()
+
+add_test(NAME rust.build COMMAND ${_cargo} --no-run WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}")
+set_tests_properties(rust.build PROPERTIES LABELS rust TIMEOUT 1800 FIXTURES_SETUP rust_built)
+kvf_rust_test(unit --lib)
+kvf_rust_test(doc --doc)
+file(GLOB _files CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/tests"
+     "${PROJECT_SOURCE_DIR}/tests/*.rs")
+foreach(_file IN LISTS _files)
+  string(REGEX REPLACE "\\.rs$" "" _name "${_file}")
+  kvf_rust_test(${_name} --test ${_name})
+endforeach()

@@ -1,0 +1,66 @@
+//! The header alone, and uses of its `_INIT` macros, compile without a warning as C11 to C++20.
+
+use std::path::Path;
+use std::process::Command;
+
+/// Every `_INIT` macro used once; C code that is C++ too.
+fn program(header: &str) -> String {
+    let mut text = String::from(
+        "#include <kvferry.h>\nuint32_t use(void);\nuint32_t use(void) {\n  uint32_t sum = 0;\n",
+    );
+    let macros = header.lines().filter_map(|line| {
+        let name = line.strip_prefix("#define ")?.split_whitespace().next()?;
+        name.strip_suffix("_INIT")
+    });
+    for (i, name) in macros.enumerate() {
+        let ty = name.to_lowercase();
+        text += &format!(
+            "  {ty} x{i} = {name}_INIT;\n  sum += (uint32_t)sizeof(x{i}) + ((unsigned char *)&x{i})[0];\n"
+        );
+    }
+    text + "  return sum + KVF_ABI_VERSION + KVF_VERSION;\n}\n"
+}
+
+#[test]
+#[cfg_attr(miri, ignore)]
+fn header_and_its_macros_compile_without_warnings() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let include = root.join("include");
+    let header = std::fs::read_to_string(include.join("kvferry.h")).unwrap();
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    std::fs::write(dir.join("alone.c"), "#include <kvferry.h>\n").unwrap();
+    std::fs::write(dir.join("uses.c"), program(&header)).unwrap();
+
+    for std in ["c11", "c17", "c++11", "c++14", "c++17", "c++20"] {
+        let cpp = std.starts_with("c++");
+        let host = &format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+        let tool = cc::Build::new()
+            .cpp(cpp)
+            .cargo_metadata(false)
+            .target(host)
+            .host(host)
+            .opt_level(0)
+            .out_dir(dir)
+            .get_compiler();
+        for source in ["alone.c", "uses.c"] {
+            let mut command = Command::new(tool.path());
+            command
+                .args(["-x", if cpp { "c++" } else { "c" }, &format!("-std={std}")])
+                .args([
+                    "-Wall",
+                    "-Wextra",
+                    "-Wpedantic",
+                    "-Werror",
+                    "-fsyntax-only",
+                    "-I",
+                ])
+                .args([&include, &dir.join(source)]);
+            let output = command.output().unwrap();
+            assert!(
+                output.status.success(),
+                "{source} as {std}:\n{}",
+                String::from_utf8_lossy(&output.stderr)
+            );
+        }
+    }
+}
