@@ -13,4 +13,7 @@ pub mod layout;
 pub mod memory;
 pub mod observe;
 pub mod plan;
+pub mod runtime;
+pub mod session;
 pub mod transport;
+pub mod wire;
