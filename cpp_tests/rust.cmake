@@ -13,7 +13,8 @@ function(kvf_rust_test name)
 endfunction()
 
 add_test(NAME rust.build COMMAND ${_cargo} --no-run WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}")
-set_tests_properties(rust.build PROPERTIES LABELS rust TIMEOUT 1800 FIXTURES_SETUP rust_built)
+set_tests_properties(rust.build PROPERTIES LABELS rust TIMEOUT 1800 RESOURCE_LOCK cargo
+  FIXTURES_SETUP rust_built)
 kvf_rust_test(unit --lib)
 kvf_rust_test(doc --doc)
 file(GLOB _files CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/tests"

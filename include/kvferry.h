@@ -2442,6 +2442,13 @@ const char *kvf_status_name(int32_t status) KVF_NOEXCEPT;
  */
 size_t kvf_last_error(char *buf, size_t cap) KVF_NOEXCEPT;
 
+#if defined(KVFERRY_FEATURE_TESTING)
+/**
+ * Panics inside the boundary, to show that a panic becomes KVF_ERR_INTERNAL.
+ */
+KVF_NODISCARD kvf_status kvf_testing_panic(void) KVF_NOEXCEPT;
+#endif
+
 /**
  * Looks at a transfer without lock or system call; for scheduler loops.
  *

@@ -1,6 +1,7 @@
 //! `include/kvferry.h` and `cmake/kvferry.symbols` are exactly what the sources say.
 //!
 //! `KVF_UPDATE_HEADER=1 cargo test --test header` rewrites both.
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

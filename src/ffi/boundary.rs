@@ -159,14 +159,18 @@ mod tests {
 
     #[test]
     fn calls_from_a_callback_are_refused_before_the_body_runs() {
-        let mut ran = 0;
+        let ran = std::cell::Cell::new(0);
+        let body = || {
+            ran.set(ran.get() + 1);
+            Ok(())
+        };
         let in_callback = marks::InCallback::enter();
-        assert_eq!(guard(|| Ok(ran += 1)), KVF_ERR_REENTRANT);
-        assert_eq!(guard_destroy(|_| Ok(ran += 1)), KVF_ERR_REENTRANT);
+        assert_eq!(guard(body), KVF_ERR_REENTRANT);
+        assert_eq!(guard_destroy(|_| body()), KVF_ERR_REENTRANT);
         assert!(last_error().contains("callback"), "{}", last_error());
         drop(in_callback);
-        assert_eq!(guard(|| Ok(ran += 1)), KVF_OK);
-        assert_eq!(ran, 1);
+        assert_eq!(guard(body), KVF_OK);
+        assert_eq!(ran.get(), 1);
     }
 
     #[test]
@@ -178,12 +182,19 @@ mod tests {
         // usable in a forked child. It leaves by _exit.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            let mut body_ran = false;
-            let refused = guard(|| Ok(body_ran = true)) == KVF_ERR_FORKED && !body_ran;
-            let mut told = false;
-            let freed = guard_destroy(|forked| Ok(told = forked)) == KVF_OK && told;
+            let ran = std::cell::Cell::new(false);
+            let told = std::cell::Cell::new(false);
+            let refused = guard(|| {
+                ran.set(true);
+                Ok(())
+            });
+            let freed = guard_destroy(|forked| {
+                told.set(forked);
+                Ok(())
+            });
+            let good = refused == KVF_ERR_FORKED && !ran.get() && freed == KVF_OK && told.get();
             // SAFETY: _exit is always allowed.
-            unsafe { libc::_exit(if refused && freed { 0 } else { 1 }) };
+            unsafe { libc::_exit(if good { 0 } else { 1 }) };
         }
         let mut status = -1;
         // SAFETY: `child` is our child and `status` is writable.

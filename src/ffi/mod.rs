@@ -9,6 +9,7 @@
 //! `KVF_UPDATE_HEADER=1 cargo test --test header`.
 
 #![allow(non_camel_case_types)] // the C names are the names
+#![allow(rustdoc::broken_intra_doc_links)] // Doxygen's `@param[out]` is no link
 
 mod agent;
 pub(crate) mod boundary;
@@ -26,6 +27,7 @@ mod publication;
 mod status;
 #[allow(dead_code)] // a tool box: each object's file takes its part
 pub(crate) mod structs;
+mod testing;
 mod transfer;
 mod version;
 
@@ -41,5 +43,7 @@ pub use plan::*;
 pub use pool::*;
 pub use publication::*;
 pub use status::*;
+#[cfg(feature = "testing")]
+pub use testing::*;
 pub use transfer::*;
 pub use version::*;

@@ -121,7 +121,13 @@ fn quiet_panics() {
             if !own_thread() && QUIET.try_with(Cell::get).unwrap_or(0) == 0 {
                 return before(info);
             }
-            let what = info.payload_as_str().unwrap_or("no message");
+            let payload = info.payload();
+            let what = match payload.downcast_ref::<&str>() {
+                Some(text) => text,
+                None => payload
+                    .downcast_ref::<String>()
+                    .map_or("no message", String::as_str),
+            };
             let text = match info.location() {
                 Some(at) => format!("{what} at {}:{}", at.file(), at.line()),
                 None => what.to_owned(),
