@@ -333,3 +333,37 @@ fn structs_of_the_abi_follow_its_rules() {
         }
     }
 }
+
+/// One struct of each kind of field: what is proven for it holds for the real ones.
+const SAMPLE: &str = "
+    pub type kvf_slot = u64;
+    pub type kvf_log_fn = Option<unsafe extern \"C\" fn(level: u32)>;
+    #[repr(C)] pub struct kvf_pair { pub a: f64, pub b: [u32; 3] }
+    #[repr(C)] pub struct kvf_sample {
+        pub struct_size: usize,
+        pub abi_version: u32,
+        pub workers: u32,
+        pub slots: *const kvf_slot,
+        pub first: kvf_slot,
+        pub log: kvf_log_fn,
+        pub done: Option<unsafe extern \"C\" fn()>,
+        pub pair: kvf_pair,
+        pub pairs: [kvf_pair; 2],
+        pub cause: kvf_status,
+        pub reserved: u32,
+    }
+    pub struct kvf_opaque { inner: u32 }
+";
+
+#[test]
+fn init_macros_name_every_field() {
+    let mut sources = Sources::default();
+    sources.add(syn::parse_file(SAMPLE).unwrap().items);
+    let macros = sources.init_macros();
+    let want = "#define KVF_PAIR_INIT {0.0, {0}}\n\
+                #define KVF_SAMPLE_INIT \\\n    \
+                {sizeof(kvf_sample), KVF_ABI_VERSION, 0, NULL, 0, NULL, NULL, {0.0, {0}}, \
+                {{0.0, {0}}}, \\\n     \
+                KVF_OK, 0}\n";
+    assert!(macros.ends_with(want), "{macros}");
+}
