@@ -185,6 +185,16 @@
 #define KVF_POLICY_LOWEST 1
 
 /**
+ * JSON (default): an object with the arrays `transfers`, `uncovered` and `errors`.
+ */
+#define KVF_EXPLAIN_JSON 0
+
+/**
+ * A table for people, with one line for each thing that is wrong.
+ */
+#define KVF_EXPLAIN_TABLE 1
+
+/**
  * Any NUMA node (default).
  */
 #define KVF_NUMA_ANY 0
@@ -2131,32 +2141,32 @@ kvf_status kvf_peer_remove(struct kvf_peer *peer) KVF_NOEXCEPT;
 kvf_status kvf_peer_destroy(struct kvf_peer *peer) KVF_NOEXCEPT;
 
 /**
- * Says what would move between two engines, as JSON: `transfers`, `uncovered` and `errors`
- * (docs/layouts.md has the schema of input and output). Needs no agent.
+ * Says what would move between two engines, from their layout files; docs/layouts.md has the
+ * schemas. Needs no agent.
  *
- * @param[in]  source             Layout file of the source engine, JSON.
- * @param      source_bytes       Its length.
- * @param[in]  destination        Layout file of the destination engine, JSON.
- * @param      destination_bytes  Its length.
- * @param      policy             KVF_POLICY_SPREAD or KVF_POLICY_LOWEST.
- * @param[out] json               Receives the NUL-terminated JSON; may be NULL when @p cap is 0.
- * @param      cap                Size of @p json in bytes; 0 only asks for the size.
- * @param[out] needed             Receives the size with the NUL, also when @p json is too small;
- *                                may be NULL.
- * @return KVF_OK, also for engines that do not fit: `errors` says why; KVF_ERR_OUT_OF_RANGE when
- *         @p json is too small (it stays untouched); KVF_ERR_INVALID_ARGUMENT for input that is
- *         no layout file.
+ * What is wrong with the files or between the engines is told in the explanation, so that the
+ * call itself succeeds.
+ *
+ * @param[in]  source       Layout file of the source engine: UTF-8 JSON.
+ * @param[in]  destination  Layout file of the destination engine: UTF-8 JSON.
+ * @param      policy       KVF_POLICY_SPREAD or KVF_POLICY_LOWEST.
+ * @param      format       KVF_EXPLAIN_JSON or KVF_EXPLAIN_TABLE.
+ * @param[out] text         Receives the NUL-terminated explanation; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p text in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size with the NUL, also when @p text is too small; may be
+ *                          NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p text is too small (it stays untouched);
+ *         KVF_ERR_INVALID_ARGUMENT for input that is not UTF-8 and for unknown numbers.
  *
  * # Safety
- * @p source and @p destination must point to as many readable bytes, @p json to @p cap writable
- * bytes, @p needed be NULL or writable.
+ * @p source and @p destination must point to descriptions of readable bytes, @p text to @p cap
+ * writable bytes, @p needed be NULL or writable.
  */
-kvf_status kvf_plan_explain(const void *source,
-                            size_t source_bytes,
-                            const void *destination,
-                            size_t destination_bytes,
+kvf_status kvf_plan_explain(const struct kvf_bytes *source,
+                            const struct kvf_bytes *destination,
                             uint32_t policy,
-                            char *json,
+                            uint32_t format,
+                            char *text,
                             size_t cap,
                             size_t *needed)
 KVF_NOEXCEPT;

@@ -386,7 +386,7 @@ class Transfer : public Object<kvf_transfer, kvf_transfer_destroy> {
     check(kvf_transfer_query(c(), &info, nullptr, sizeof(kvf_part_info), 0));
     info.parts.resize(info.num_parts);
     check(kvf_transfer_query(c(), &info, info.parts.data(), sizeof(kvf_part_info),
-                                 info.parts.size()));
+                             info.parts.size()));
     return info;
   }
   std::string error_text() const {
@@ -693,10 +693,12 @@ class Agent {
 
 // kvf_plan_explain(): what would move between two engines, from their layout files.
 inline std::string explain(const std::string& source, const std::string& destination,
-                           std::uint32_t policy = KVF_POLICY_SPREAD) {
+                           std::uint32_t policy = KVF_POLICY_SPREAD,
+                           std::uint32_t format = KVF_EXPLAIN_JSON) {
+  const kvf_bytes from{source.data(), source.size()};
+  const kvf_bytes to{destination.data(), destination.size()};
   return detail::collect_text([&](char* buf, std::size_t cap, std::size_t* needed) {
-    return kvf_plan_explain(source.data(), source.size(), destination.data(), destination.size(),
-                            policy, buf, cap, needed);
+    return kvf_plan_explain(&from, &to, policy, format, buf, cap, needed);
   });
 }
 
