@@ -149,13 +149,13 @@ inline kvf_key key(std::uint64_t request, std::uint32_t attempt = 0) noexcept {
 // Blocks that a source offers.
 inline kvf_published_group published(std::uint32_t group, Slots slots, std::uint64_t token_begin,
                                      std::uint64_t token_end) noexcept {
-  return {group, 0, slots.data, slots.size, token_begin, token_end};
+  return {group, 0, slots.data, slots.size, 0, token_begin, token_end};
 }
 
 // Blocks that a destination wants.
 inline kvf_import_group wanted(std::uint32_t group, Slots slots, std::uint64_t skip_token = 0,
                                std::uint64_t token_end = KVF_TOKEN_END_ALL) noexcept {
-  return {group, 0, slots.data, slots.size, skip_token, token_end};
+  return {group, 0, slots.data, slots.size, 0, skip_token, token_end};
 }
 
 // kvf_pool.
@@ -490,10 +490,7 @@ class Agent {
   kvf_status destroy(Nanoseconds timeout) noexcept {
     return kvf_agent_destroy(std::exchange(agent_, nullptr), detail::ns(timeout));
   }
-  // KVF_OK or KVF_TIMED_OUT.
-  kvf_status drain(Nanoseconds timeout) {
-    return check(kvf_agent_drain(agent_, detail::ns(timeout)));
-  }
+  void drain(Nanoseconds timeout) { check(kvf_agent_drain(agent_, detail::ns(timeout))); }
 
   // For poll() and epoll; readable while there is an event to take.
   int event_fd() const {

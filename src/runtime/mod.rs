@@ -1,7 +1,6 @@
 //! Threads, timers, the event queue and its file descriptor.
 
 mod events;
-pub mod marks;
 mod thread;
 mod workers;
 
