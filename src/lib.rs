@@ -4,6 +4,7 @@
 //! The product is the C ABI in [`ffi`]; everything below it is the core. `docs/architecture.md`
 //! says which module may use which.
 
+pub mod agent;
 pub mod copy;
 pub mod error;
 pub mod ffi;
@@ -12,3 +13,7 @@ pub mod layout;
 pub mod memory;
 pub mod observe;
 pub mod plan;
+pub mod runtime;
+pub mod session;
+pub mod transport;
+pub mod wire;
