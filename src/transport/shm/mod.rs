@@ -26,11 +26,12 @@ use process_vm::{Window, read_pair};
 /// worker takes.
 pub(super) const INLINE_BYTES: u64 = 32 << 10;
 
-/// How one of the peer's pools is reached.
-#[derive(Debug)]
+/// How one of the peer's pools is reached. Cheap to clone into a new path when the peer's set of
+/// pools has changed.
+#[derive(Clone, Debug)]
 pub enum PeerPool {
     /// Mapped here.
-    Mapped(Mapping),
+    Mapped(Arc<Mapping>),
     /// The peer engine's own memory, at an address of the peer.
     Private {
         /// First byte in the peer.
@@ -41,10 +42,10 @@ pub enum PeerPool {
 }
 
 /// The peer's lease table, mapped or by its address or both.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct PeerLeases {
     /// The mapped table.
-    pub view: Option<LeaseView>,
+    pub view: Option<Arc<LeaseView>>,
     /// Address of the table in the peer ([`crate::memory::LeaseTable::address`]); needed for
     /// private pools. 0 = not known.
     pub address: u64,
@@ -181,7 +182,7 @@ impl ShmPath {
 
     fn mapping(&self, id: u32) -> Option<Source<'_>> {
         match self.pools.get(&id)? {
-            PeerPool::Mapped(mapping) => Some(Source::from(mapping)),
+            PeerPool::Mapped(mapping) => Some(Source::from(&**mapping)),
             PeerPool::Private { .. } => None,
         }
     }
@@ -346,5 +347,6 @@ impl fmt::Debug for ShmPath {
     }
 }
 
-#[cfg(all(test, not(miri)))]
+#[cfg(test)]
+#[cfg(not(miri))]
 mod tests;
