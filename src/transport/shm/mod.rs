@@ -26,12 +26,11 @@ use process_vm::{Window, read_pair};
 /// worker takes.
 pub(super) const INLINE_BYTES: u64 = 32 << 10;
 
-/// How one of the peer's pools is reached. Cheap to clone into a new path when the peer's set of
-/// pools has changed.
-#[derive(Clone, Debug)]
+/// How one of the peer's pools is reached.
+#[derive(Debug)]
 pub enum PeerPool {
     /// Mapped here.
-    Mapped(Arc<Mapping>),
+    Mapped(Mapping),
     /// The peer engine's own memory, at an address of the peer.
     Private {
         /// First byte in the peer.
@@ -42,10 +41,10 @@ pub enum PeerPool {
 }
 
 /// The peer's lease table, mapped or by its address or both.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct PeerLeases {
     /// The mapped table.
-    pub view: Option<Arc<LeaseView>>,
+    pub view: Option<LeaseView>,
     /// Address of the table in the peer ([`crate::memory::LeaseTable::address`]); needed for
     /// private pools. 0 = not known.
     pub address: u64,
@@ -182,7 +181,7 @@ impl ShmPath {
 
     fn mapping(&self, id: u32) -> Option<Source<'_>> {
         match self.pools.get(&id)? {
-            PeerPool::Mapped(mapping) => Some(Source::from(&**mapping)),
+            PeerPool::Mapped(mapping) => Some(Source::from(mapping)),
             PeerPool::Private { .. } => None,
         }
     }

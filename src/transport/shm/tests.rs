@@ -136,7 +136,7 @@ impl SourceProcess {
         let pools = BTreeMap::from([
             (
                 MAPPED,
-                PeerPool::Mapped(Arc::new(Mapping::new(fds[0].as_fd(), POOL_BYTES).unwrap())),
+                PeerPool::Mapped(Mapping::new(fds[0].as_fd(), POOL_BYTES).unwrap()),
             ),
             (
                 PRIVATE,
@@ -148,7 +148,7 @@ impl SourceProcess {
         ]);
         let table = Mapping::new(fds[1].as_fd(), LEASE_HEAD_BYTES + u64::from(LEASES) * 8).unwrap();
         let mut leases = PeerLeases {
-            view: Some(Arc::new(LeaseView::new(table).unwrap())),
+            view: Some(LeaseView::new(table).unwrap()),
             address: number(1),
             capacity: LEASES,
             nonce: hello[32..].try_into().unwrap(),
@@ -467,7 +467,7 @@ fn private_memory_is_not_read_without_the_right_nonce() {
     let mut nonce = table.nonce();
     nonce[0] ^= 1;
     let leases = PeerLeases {
-        view: Some(Arc::new(LeaseView::new(mapping).unwrap())),
+        view: Some(LeaseView::new(mapping).unwrap()),
         address: 0,
         capacity: 1,
         nonce,
