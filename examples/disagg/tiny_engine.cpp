@@ -41,7 +41,7 @@ class TinyEngine final : public Engine {
   std::string text(const std::vector<Token>&) const override { return {}; }  // noise: the weights are random
   std::string default_prompt() const override {
     std::string prompt;
-    for (int i = 1; i <= 18; ++i)
+    for (int i = 1; i <= 17; ++i)
       prompt += "Ship " + std::to_string(i) + " brings the keys and values of every token ashore. ";
     return prompt;
   }
