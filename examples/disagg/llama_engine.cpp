@@ -96,10 +96,11 @@ class LlamaEngine final : public Engine {
     std::string prompt = "The log of the ferry Kestrel, which carries parcels between two harbours.\n";
     const char* weather[] = {"clear", "windy", "foggy", "rainy", "calm"};
     const char* load[] = {"letters", "apples", "books", "lamps", "clocks", "seeds", "maps"};
-    for (int day = 1; day <= 37; ++day)
+    for (int day = 1; day <= 36; ++day)
       prompt += "Day " + std::to_string(day) + ": the sea was " + weather[day % 5] + ", we carried " +
                 std::to_string(day * 7 % 31 + 2) + " boxes of " + load[day % 7] + " and came back before dark.\n";
-    return prompt + "Day 38:";
+    // An open end: many continuations are nearly as likely, so a wrong cache shows.
+    return prompt + "Day 38 was unlike all the days before it. That morning the captain";
   }
 
   Token prefill(SequenceId id, const std::vector<Token>& prompt) override {
@@ -150,11 +151,12 @@ class LlamaEngine final : public Engine {
   }
 
   Fault fault(SequenceId id) override {
-    // A trained model forgives much: of single-bit flips tried, a third changed none of 32 tokens. So
-    // the high byte of a 16-bit float (odd address: all headers of the image are multiples of 4) is
-    // changed to that of a NaN, which no arithmetic can overlook.
+    // A trained model forgives much: most single-bit flips tried changed none of the next tokens, and
+    // not every not-a-number among the values did. One among the keys blinds all heads of its layer
+    // from then on. A third into the image lie keys of an early sliding-window layer as 16-bit floats;
+    // odd addresses are high bytes, since all headers of the image are multiples of 4.
     const Sequence& s = at(id);
-    std::uint8_t* high = pool_ + s.first * kSlotBytes + (s.image_bytes / 2 | 1);
+    std::uint8_t* high = pool_ + s.first * kSlotBytes + (s.image_bytes / 3 | 1);
     const unsigned mask = (~*high & 0x7cu) | (*high & 3u ? 0u : 2u);
     return {reinterpret_cast<std::byte*>(high), std::byte(mask)};
   }
