@@ -151,12 +151,13 @@ class LlamaEngine final : public Engine {
   }
 
   Fault fault(SequenceId id) override {
-    // A trained model forgives much: most single-bit flips tried changed none of the next tokens, and
-    // not every not-a-number among the values did. One among the keys blinds all heads of its layer
-    // from then on. A third into the image lie keys of an early sliding-window layer as 16-bit floats;
-    // odd addresses are high bytes, since all headers of the image are multiples of 4.
+    // A trained model forgives much: most single-bit flips tried changed none of the next tokens. What
+    // it cannot bridge is a layer of global attention that fails: a not-a-number among its keys makes
+    // all its heads useless from then on. A sixteenth into the image lie the keys of such a layer (the
+    // second of three) as 16-bit floats; odd addresses are high bytes, since all headers of the image
+    // are multiples of 4.
     const Sequence& s = at(id);
-    std::uint8_t* high = pool_ + s.first * kSlotBytes + (s.image_bytes / 3 | 1);
+    std::uint8_t* high = pool_ + s.first * kSlotBytes + (s.image_bytes / 16 | 1);
     const unsigned mask = (~*high & 0x7cu) | (*high & 3u ? 0u : 2u);
     return {reinterpret_cast<std::byte*>(high), std::byte(mask)};
   }
