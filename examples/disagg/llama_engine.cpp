@@ -21,7 +21,8 @@ namespace {
 constexpr std::uint32_t kContext = 4096;
 constexpr std::uint64_t kSlotBytes = 64 * 1024;
 constexpr std::uint32_t kSlots = 1024;  // 64 MiB
-constexpr int kThreads = 2;             // fixed: another number may round differently
+constexpr int kThreads = 1;             // fixed: another number may round differently; and on a busy
+                                        // machine llama.cpp's spinning threads wait for each other
 
 [[noreturn]] void fail(const std::string& text) { throw std::runtime_error("llama.cpp: " + text); }
 
