@@ -4,9 +4,16 @@
 //! The product is the C ABI in [`ffi`]; everything below it is the core. `docs/architecture.md`
 //! says which module may use which.
 
-pub mod error;
-pub mod ids;
-pub mod memory;
+pub mod agent;
 pub mod copy;
+pub mod error;
+pub mod ffi;
+pub mod ids;
 pub mod layout;
+pub mod memory;
+pub mod observe;
 pub mod plan;
+pub mod runtime;
+pub mod session;
+pub mod transport;
+pub mod wire;

@@ -1,0 +1,9 @@
+//! Threads, timers, the event queue and its file descriptor.
+
+mod events;
+mod thread;
+mod workers;
+
+pub use events::EventQueue;
+pub use thread::{Thread, check_affinity, spawn};
+pub use workers::Workers;

@@ -1,0 +1,123 @@
+//! How bytes get from a peer's memory into ours.
+//!
+//! One [`DataPath`] per (peer, memory kind). It runs on kvferry's worker threads, or inside a
+//! `begin` call for a small job, and pulls its work from the shared [`ReadJob`], so that several
+//! workers can serve one job and a cancel is seen between two pieces.
+
+pub mod inproc;
+pub mod shm;
+mod span;
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::error::Result;
+use crate::memory::Pool;
+use crate::plan::{Binding, Cursor, Pattern};
+
+/// Where a publication's lease word is and what it says while the lease holds.
+pub use crate::memory::Lease as LeaseRef;
+
+/// Longest piece that is copied without looking at the cancel flag, in bytes.
+pub const PIECE_BYTES: u64 = 4 << 20;
+
+/// The part of a transfer that reads from one source agent under one lease.
+#[derive(Debug)]
+pub struct ReadJob {
+    bindings: Vec<Binding>,
+    position: Mutex<(usize, Cursor)>,
+    pools: BTreeMap<u32, Arc<Pool>>,
+    lease: LeaseRef,
+    cancelled: AtomicBool,
+    moved: AtomicU64,
+}
+
+impl ReadJob {
+    /// A job over all `bindings`, writing into our `pools`.
+    pub fn new(bindings: Vec<Binding>, pools: BTreeMap<u32, Arc<Pool>>, lease: LeaseRef) -> Self {
+        Self {
+            bindings,
+            position: Mutex::default(),
+            pools,
+            lease,
+            cancelled: AtomicBool::new(false),
+            moved: AtomicU64::new(0),
+        }
+    }
+
+    /// Bytes that the whole job moves.
+    pub fn bytes(&self) -> u64 {
+        self.bindings.iter().map(Binding::bytes).sum()
+    }
+
+    /// Appends the next pieces to `out`, together at most `max_bytes`; false: nothing is left, or
+    /// the job was cancelled.
+    pub fn next(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> bool {
+        let mut position = self.position.lock().unwrap_or_else(PoisonError::into_inner);
+        let (at, cursor) = &mut *position;
+        while !self.is_cancelled()
+            && let Some(binding) = self.bindings.get(*at)
+        {
+            if binding.take(cursor, max_bytes.min(PIECE_BYTES), out) > 0 {
+                return true;
+            }
+            (*at, *cursor) = (*at + 1, Cursor::default());
+        }
+        false
+    }
+
+    /// Our pool with this id.
+    pub fn pool(&self, id: u32) -> Option<&Arc<Pool>> {
+        self.pools.get(&id)
+    }
+
+    /// The lease word to check after the last byte.
+    pub fn lease(&self) -> LeaseRef {
+        self.lease
+    }
+
+    /// Makes every worker stop after its current piece.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Release);
+    }
+
+    /// Whether somebody called [`Self::cancel`].
+    pub fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Acquire)
+    }
+
+    /// Counts bytes as written.
+    pub fn add_moved(&self, bytes: u64) {
+        self.moved.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes written so far.
+    pub fn moved(&self) -> u64 {
+        self.moved.load(Ordering::Relaxed)
+    }
+}
+
+/// One way to read one peer's memory.
+pub trait DataPath: Send + Sync {
+    /// Name as in `KVFERRY_TRANSPORTS` (`inproc`, `shm`, ...).
+    fn name(&self) -> &'static str;
+
+    /// Copies pieces of the job until [`ReadJob::next`] gives no more. When it returns, whether in
+    /// success or failure, this thread touches the job's memory no more. Called by several
+    /// workers at once.
+    ///
+    /// # Errors
+    /// `KVF_ERR_TRANSFER`, `KVF_ERR_UNSUPPORTED` or `KVF_ERR_PEER_LOST` with operation, bytes and
+    /// the system's reason; the other workers are stopped by the caller.
+    fn run(&self, job: &ReadJob) -> Result<()>;
+
+    /// After every `run` of the job has returned: did the lease hold throughout?
+    ///
+    /// # Errors
+    /// As for [`Self::run`].
+    fn attest(&self, job: &ReadJob) -> Result<bool>;
+
+    /// Jobs up to this many bytes may be run by the thread that begins them.
+    fn inline_bytes(&self) -> u64;
+}
