@@ -40,6 +40,236 @@
 #endif
 
 /**
+ * A transfer has its outcome.
+ */
+#define KVF_EVENT_TRANSFER_ENDED 1
+
+/**
+ * The slots of an ended transfer may be reused.
+ */
+#define KVF_EVENT_MEMORY_SAFE 2
+
+/**
+ * A publication has ended; its slots may be reused unless another publication holds them.
+ */
+#define KVF_EVENT_PUBLICATION_ENDED 3
+
+/**
+ * A peer can be used.
+ */
+#define KVF_EVENT_PEER_READY 4
+
+/**
+ * A peer died, went silent or was replaced.
+ */
+#define KVF_EVENT_PEER_LOST 5
+
+/**
+ * A pool's memory may be freed (status KVF_OK), or not yet at the deadline (KVF_ERR_DEADLINE).
+ */
+#define KVF_EVENT_POOL_RELEASED 6
+
+/**
+ * A consensus decision is ready (transceivers only).
+ */
+#define KVF_EVENT_DECISION 7
+
+/**
+ * As `token_end` of a destination: all tokens that were published.
+ */
+#define KVF_TOKEN_END_ALL 18446744073709551615ull
+
+/**
+ * As `as_of_token` of a destination: whatever was published.
+ */
+#define KVF_AS_OF_ANY 18446744073709551615ull
+
+/**
+ * The destination reads (default).
+ */
+#define KVF_DIRECTION_PULL 0
+
+/**
+ * The source writes. Not served yet.
+ */
+#define KVF_DIRECTION_PUSH 1
+
+/**
+ * Slots are blocks of tokens; a request has many.
+ */
+#define KVF_GROUP_PAGED 1
+
+/**
+ * Slots are whole recurrent states; a request has one.
+ */
+#define KVF_GROUP_STATE 2
+
+/**
+ * Attention keys.
+ */
+#define KVF_ROLE_KEY 1
+
+/**
+ * Attention values.
+ */
+#define KVF_ROLE_VALUE 2
+
+/**
+ * Keys and values in one tensor that is never split between them.
+ */
+#define KVF_ROLE_KEY_VALUE 3
+
+/**
+ * Compressed latent (MLA).
+ */
+#define KVF_ROLE_LATENT 4
+
+/**
+ * Sparse-attention index keys.
+ */
+#define KVF_ROLE_INDEX_KEY 5
+
+/**
+ * Quantisation scales.
+ */
+#define KVF_ROLE_SCALE 6
+
+/**
+ * Convolution state.
+ */
+#define KVF_ROLE_CONV 7
+
+/**
+ * Recurrent (SSM) state.
+ */
+#define KVF_ROLE_RECURRENT 8
+
+/**
+ * Bytes that only the engine understands.
+ */
+#define KVF_ROLE_OPAQUE 9
+
+/**
+ * Log nothing (default).
+ */
+#define KVF_LOG_OFF 0
+
+/**
+ * What failed for good.
+ */
+#define KVF_LOG_ERROR 1
+
+/**
+ * What was survived: a retry, a refused peer, an expired lease.
+ */
+#define KVF_LOG_WARNING 2
+
+/**
+ * What happens once: peers, chosen transports, pools.
+ */
+#define KVF_LOG_INFO 3
+
+/**
+ * What happens per request.
+ */
+#define KVF_LOG_DEBUG 4
+
+/**
+ * Destination i of d reads source floor(i * s / d) of s replicas (default).
+ */
+#define KVF_POLICY_SPREAD 0
+
+/**
+ * The smallest global rank serves everybody.
+ */
+#define KVF_POLICY_LOWEST 1
+
+/**
+ * JSON (default): an object with the arrays `transfers`, `uncovered` and `errors`.
+ */
+#define KVF_EXPLAIN_JSON 0
+
+/**
+ * A table for people, with one line for each thing that is wrong.
+ */
+#define KVF_EXPLAIN_TABLE 1
+
+/**
+ * Any NUMA node (default).
+ */
+#define KVF_NUMA_ANY 0
+
+/**
+ * NUMA node 0, since a `numa_node` of 0 is KVF_NUMA_ANY; every other node is its own number.
+ */
+#define KVF_NUMA_NODE_0 4294967295
+
+/**
+ * Memory of the host (default).
+ */
+#define KVF_MEMORY_HOST 0
+
+/**
+ * Memory of a CUDA device. Not served yet.
+ */
+#define KVF_MEMORY_DEVICE 1
+
+/**
+ * Not ended.
+ */
+#define KVF_OUTCOME_PENDING 0
+
+/**
+ * Every byte arrived and the lease held throughout. Publication: every reader has finished.
+ */
+#define KVF_OUTCOME_DONE 1
+
+/**
+ * Something failed; the cause says what.
+ */
+#define KVF_OUTCOME_FAILED 2
+
+/**
+ * Cancelled (publication: released) by this side.
+ */
+#define KVF_OUTCOME_CANCELLED 3
+
+/**
+ * Cancelled or released by the other side.
+ */
+#define KVF_OUTCOME_CANCELLED_BY_PEER 4
+
+/**
+ * A lease or deadline passed.
+ */
+#define KVF_OUTCOME_EXPIRED 5
+
+/**
+ * The other side declined.
+ */
+#define KVF_OUTCOME_DECLINED 6
+
+/**
+ * Nothing to move: nothing was submitted.
+ */
+#define KVF_PART_NOT_NEEDED 0
+
+/**
+ * Waiting or copying.
+ */
+#define KVF_PART_IN_PROGRESS 1
+
+/**
+ * All its bytes are here; whether they count is the transfer's outcome.
+ */
+#define KVF_PART_DONE 2
+
+/**
+ * It did not complete.
+ */
+#define KVF_PART_FAILED 3
+
+/**
  * Version of this interface's binary form, for the `abi_version` of every struct the caller
  * fills. The `_INIT` macros set it. It grows only when the meaning of a struct changes; appended
  * fields are told by `struct_size`.
@@ -199,9 +429,2016 @@ typedef int32_t kvf_status;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+/**
+ * A rank's kvferry object: memory, peers, publications, transfers. Any thread may call it.
+ */
+typedef struct kvf_agent kvf_agent;
+
+/**
+ * The engine that an agent's rank belongs to. Any thread may use it.
+ */
+typedef struct kvf_engine kvf_engine;
+
+/**
+ * What one rank holds. Immutable; any thread may use it.
+ */
+typedef struct kvf_layout kvf_layout;
+
+/**
+ * A remote engine. Any thread may use it.
+ */
+typedef struct kvf_peer kvf_peer;
+
+/**
+ * One memory range that kvferry knows, made by it or registered.
+ */
+typedef struct kvf_pool kvf_pool;
+
+/**
+ * An offer of slots. Any thread may use it.
+ */
+typedef struct kvf_publication kvf_publication;
+
+/**
+ * A running or ended pull, import, receive or push. Any thread may use it, several at once.
+ */
+typedef struct kvf_transfer kvf_transfer;
+
+/**
+ * Receives one log line of an agent.
+ *
+ * Called one line at a time, mostly on kvferry's own threads. It must return soon, must not throw
+ * (declare it `noexcept` in C++), and must not call kvferry: every call in it is refused with
+ * KVF_ERR_REENTRANT. It is not called any more once kvf_agent_destroy() has returned; @p arg may
+ * be freed then.
+ *
+ * @param     arg    `log_arg` of the agent's config.
+ * @param     level  KVF_LOG_ERROR .. KVF_LOG_DEBUG.
+ * @param[in] text   One line without newline, UTF-8; valid during the call.
+ */
+typedef void (*kvf_log_fn)(void *arg, uint32_t level, const char *text);
+
+/**
+ * How kvf_agent_create() makes an agent.
+ */
+typedef struct kvf_agent_config {
+  /**
+   * `sizeof(kvf_agent_config)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Copying threads; 0 = 2.
+   */
+  uint32_t workers;
+  /**
+   * Appears in messages and thread names, need not be unique; NULL = "kvferry".
+   */
+  const char *name;
+  /**
+   * `host:port` for other agents; NULL = 127.0.0.1 and any port.
+   */
+  const char *listen;
+  /**
+   * CPUs that the agent's threads may run on; NULL = those of the calling thread.
+   */
+  const uint32_t *affinity;
+  /**
+   * Elements of `affinity`.
+   */
+  size_t num_affinity;
+  /**
+   * Allowed transports, as in `"shm,tcp"`; NULL = all. The environment variable
+   * `KVFERRY_TRANSPORTS` narrows it further.
+   */
+  const char *transports;
+  /**
+   * Names model, revision and cache format; must be equal on both sides of a handoff. NULL = "".
+   */
+  const char *fingerprint;
+  /**
+   * Connecting and shaking hands with a peer, one attempt, in ns; 0 = 10 s.
+   */
+  uint64_t connect_ns;
+  /**
+   * A peer that has sent nothing for this long is lost, in ns; 0 = 10 s.
+   */
+  uint64_t peer_silence_ns;
+  /**
+   * Distance of heartbeats on an otherwise silent link, in ns; 0 = 2 s.
+   */
+  uint64_t heartbeat_ns;
+  /**
+   * Life of a publication until its first reader, in ns; 0 = 300 s.
+   */
+  uint64_t claim_ns;
+  /**
+   * Life of a publication without a renewal by its readers, in ns; 0 = 30 s.
+   */
+  uint64_t lease_ns;
+  /**
+   * Deadline of a transfer whose descriptor names none, in ns; 0 = 60 s.
+   */
+  uint64_t transfer_ns;
+  /**
+   * Publications that may live at once; 0 = 65536.
+   */
+  uint32_t max_publications;
+  /**
+   * Lines up to this level go to `log`; 0 = KVF_LOG_OFF.
+   */
+  uint32_t log_level;
+  /**
+   * Receives log lines; NULL = nobody.
+   */
+  kvf_log_fn log;
+  /**
+   * First argument of `log`.
+   */
+  void *log_arg;
+} kvf_agent_config;
+
+/**
+ * A slot that an ended transfer may still write to.
+ */
+typedef struct kvf_quarantined_slot {
+  /**
+   * `id` of the transfer.
+   */
+  uint64_t transfer;
+  /**
+   * Group of the agent's layout.
+   */
+  uint32_t group;
+  /**
+   * Slot in that group.
+   */
+  uint32_t slot;
+} kvf_quarantined_slot;
+
+/**
+ * All-gather over the ranks of an engine, as MPI_Allgather on bytes.
+ *
+ * Every rank's kvf_engine_create() calls it twice, on the calling thread, with the same @p bytes
+ * on all ranks each time (8, then the longest rank's metadata). It may block; how long is the
+ * caller's choice. It must not throw (declare it `noexcept` in C++) and must not call kvferry
+ * (KVF_ERR_REENTRANT).
+ *
+ * @param      arg    `exchange_arg` of the descriptor.
+ * @param[in]  mine   This rank's contribution, @p bytes long.
+ * @param[out] all    Receives world * @p bytes: the contributions in order of rank, this rank's
+ *                    included.
+ * @param      bytes  Length of one contribution.
+ * @return 0 when @p all is filled; anything else fails kvf_engine_create().
+ */
+typedef int32_t (*kvf_exchange_fn)(void *arg, const void *mine, void *all, size_t bytes);
+
+/**
+ * Bytes of the caller.
+ */
+typedef struct kvf_bytes {
+  /**
+   * First byte.
+   */
+  const void *data;
+  /**
+   * How many.
+   */
+  size_t bytes;
+} kvf_bytes;
+
+/**
+ * How an engine's ranks find together: by `exchange`, or by `ranks` when the caller has gathered
+ * every rank's kvf_agent_metadata() itself. An engine of one rank needs neither.
+ */
+typedef struct kvf_engine_desc {
+  /**
+   * `sizeof(kvf_engine_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Number of ranks; 0 = 1.
+   */
+  uint32_t world;
+  /**
+   * Position of this rank in `ranks` and in what `exchange` gathers, below `world`.
+   */
+  uint32_t rank;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+  /**
+   * All-gather over the ranks; NULL = none.
+   */
+  kvf_exchange_fn exchange;
+  /**
+   * First argument of `exchange`.
+   */
+  void *exchange_arg;
+  /**
+   * Metadata of all ranks in order; NULL = none.
+   */
+  const struct kvf_bytes *ranks;
+  /**
+   * `sizeof(kvf_bytes)`.
+   */
+  size_t ranks_elem_size;
+  /**
+   * Elements of `ranks`: `world`, or 0.
+   */
+  size_t num_ranks;
+} kvf_engine_desc;
+
+/**
+ * Which request, and which attempt at it; both are the orchestrator's numbers.
+ */
+typedef struct kvf_key {
+  /**
+   * The orchestrator's request id.
+   */
+  uint64_t request;
+  /**
+   * Grows when the same request is handed over again.
+   */
+  uint32_t attempt;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+} kvf_key;
+
+/**
+ * Something that happened and that the caller has not seen yet.
+ */
+typedef struct kvf_event {
+  /**
+   * KVF_EVENT_TRANSFER_ENDED ... A newer library may send kinds that are not in this header:
+   * ignore them.
+   */
+  uint32_t kind;
+  /**
+   * A kvf_status: the cause; KVF_OK for a success.
+   */
+  int32_t status;
+  /**
+   * `id` of the object it happened to, as its query function gives it.
+   */
+  uint64_t object;
+  /**
+   * `user_data` of the descriptor that made the object.
+   */
+  uint64_t user_data;
+  /**
+   * The request, where there is one.
+   */
+  struct kvf_key key;
+} kvf_event;
+
+/**
+ * A pull of one paged group.
+ */
+typedef struct kvf_pull_desc {
+  /**
+   * `sizeof(kvf_pull_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Index of the group in the layout.
+   */
+  uint32_t group;
+  /**
+   * The engine that the ticket comes from.
+   */
+  const struct kvf_peer *peer;
+  /**
+   * The ticket's bytes. Not kept.
+   */
+  const void *ticket;
+  /**
+   * Their number.
+   */
+  size_t ticket_bytes;
+  /**
+   * Destination block of each ordinal that this rank owns, in order from `first_ordinal`; -1 =
+   * not wanted.
+   */
+  const int32_t *slots;
+  /**
+   * Elements of `slots`; the last one takes the last wanted token.
+   */
+  size_t num_slots;
+  /**
+   * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+   */
+  uint64_t first_ordinal;
+  /**
+   * Tokens before this one are here already (prefix hit) and are not written; a multiple of
+   * this rank's block size.
+   */
+  uint64_t skip_token;
+  /**
+   * End of the wanted tokens, or KVF_TOKEN_END_ALL. Equal to `skip_token`: nothing is left.
+   */
+  uint64_t token_end;
+  /**
+   * CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
+   * they are done; anything else is KVF_ERR_UNSUPPORTED for now.
+   */
+  void *stream;
+  /**
+   * From now, in ns; 0 = the agent's `transfer_ns`.
+   */
+  uint64_t deadline_ns;
+  /**
+   * Hash of the last skipped block; compared when both sides set it. 0 = none.
+   */
+  uint64_t prefix_tag;
+  /**
+   * Returned in the transfer's events.
+   */
+  uint64_t user_data;
+  /**
+   * Larger is served first; 0 = normal.
+   */
+  int32_t priority;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+} kvf_pull_desc;
+
+/**
+ * Blocks of one paged group to fill.
+ */
+typedef struct kvf_import_group {
+  /**
+   * Index of the group in the layout.
+   */
+  uint32_t group;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+  /**
+   * Destination block of each ordinal that this rank owns, in order from `first_ordinal`; -1 =
+   * not wanted.
+   */
+  const int32_t *slots;
+  /**
+   * Elements of `slots`; the last one takes the last wanted token.
+   */
+  size_t num_slots;
+  /**
+   * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+   */
+  uint64_t first_ordinal;
+  /**
+   * Tokens before this one are here already (prefix hit) and are not written; a multiple of
+   * this rank's block size.
+   */
+  uint64_t skip_token;
+  /**
+   * End of the wanted tokens, or KVF_TOKEN_END_ALL. Equal to `skip_token`: nothing is left.
+   */
+  uint64_t token_end;
+} kvf_import_group;
+
+/**
+ * A state slot to fill.
+ */
+typedef struct kvf_import_state {
+  /**
+   * Index of the group in the layout.
+   */
+  uint32_t group;
+  /**
+   * Destination slot.
+   */
+  int32_t slot;
+  /**
+   * Must equal what was published, or KVF_AS_OF_ANY.
+   */
+  uint64_t as_of_token;
+} kvf_import_state;
+
+/**
+ * A slot of a group.
+ */
+typedef struct kvf_slot_ref {
+  /**
+   * Index of the group in the layout.
+   */
+  uint32_t group;
+  /**
+   * Slot in that group.
+   */
+  int32_t slot;
+} kvf_slot_ref;
+
+/**
+ * An import: several groups and states of one request with one outcome.
+ */
+typedef struct kvf_import_desc {
+  /**
+   * `sizeof(kvf_import_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * KVF_DIRECTION_PULL or KVF_DIRECTION_PUSH.
+   */
+  uint32_t direction;
+  /**
+   * The engine that the ticket comes from.
+   */
+  const struct kvf_peer *peer;
+  /**
+   * The ticket's bytes. Not kept.
+   */
+  const void *ticket;
+  /**
+   * Their number.
+   */
+  size_t ticket_bytes;
+  /**
+   * Paged groups; NULL = none.
+   */
+  const struct kvf_import_group *groups;
+  /**
+   * `sizeof(kvf_import_group)`.
+   */
+  size_t groups_elem_size;
+  /**
+   * Elements of `groups`.
+   */
+  size_t num_groups;
+  /**
+   * State slots; NULL = none.
+   */
+  const struct kvf_import_state *states;
+  /**
+   * `sizeof(kvf_import_state)`.
+   */
+  size_t states_elem_size;
+  /**
+   * Elements of `states`.
+   */
+  size_t num_states;
+  /**
+   * Slots that the request owns and that are never written (continuation blocks); NULL = none.
+   */
+  const struct kvf_slot_ref *owned_only;
+  /**
+   * `sizeof(kvf_slot_ref)`.
+   */
+  size_t owned_only_elem_size;
+  /**
+   * Elements of `owned_only`.
+   */
+  size_t num_owned_only;
+  /**
+   * CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
+   * they are done; anything else is KVF_ERR_UNSUPPORTED for now.
+   */
+  void *stream;
+  /**
+   * From now, in ns; 0 = the agent's `transfer_ns`.
+   */
+  uint64_t deadline_ns;
+  /**
+   * Hash of the last skipped block; compared when both sides set it. 0 = none.
+   */
+  uint64_t prefix_tag;
+  /**
+   * Returned in the transfer's events.
+   */
+  uint64_t user_data;
+  /**
+   * Larger is served first; 0 = normal.
+   */
+  int32_t priority;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+} kvf_import_desc;
+
+/**
+ * Slots that the destination opens for a push.
+ */
+typedef struct kvf_receive_desc {
+  /**
+   * `sizeof(kvf_receive_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Larger is served first; 0 = normal.
+   */
+  int32_t priority;
+  /**
+   * Request and attempt.
+   */
+  struct kvf_key key;
+  /**
+   * Paged groups; NULL = none.
+   */
+  const struct kvf_import_group *groups;
+  /**
+   * `sizeof(kvf_import_group)`.
+   */
+  size_t groups_elem_size;
+  /**
+   * Elements of `groups`.
+   */
+  size_t num_groups;
+  /**
+   * State slots; NULL = none.
+   */
+  const struct kvf_import_state *states;
+  /**
+   * `sizeof(kvf_import_state)`.
+   */
+  size_t states_elem_size;
+  /**
+   * Elements of `states`.
+   */
+  size_t num_states;
+  /**
+   * Slots that the request owns and that are never written; NULL = none.
+   */
+  const struct kvf_slot_ref *owned_only;
+  /**
+   * `sizeof(kvf_slot_ref)`.
+   */
+  size_t owned_only_elem_size;
+  /**
+   * Elements of `owned_only`.
+   */
+  size_t num_owned_only;
+  /**
+   * CUstream: earlier users of the slots are done when what is enqueued so far is done.
+   */
+  void *stream;
+  /**
+   * From now, in ns; 0 = the agent's `transfer_ns`.
+   */
+  uint64_t deadline_ns;
+  /**
+   * Hash of the last skipped block; compared when both sides set it. 0 = none.
+   */
+  uint64_t prefix_tag;
+  /**
+   * Returned in the transfer's events.
+   */
+  uint64_t user_data;
+} kvf_receive_desc;
+
+/**
+ * Blocks of one paged group in a publication.
+ */
+typedef struct kvf_published_group {
+  /**
+   * Index of the group in the layout.
+   */
+  uint32_t group;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+  /**
+   * Block of each ordinal that this rank owns, in order from `first_ordinal`; -1 = not held.
+   */
+  const int32_t *slots;
+  /**
+   * Elements of `slots`; the last one holds the last valid token.
+   */
+  size_t num_slots;
+  /**
+   * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+   */
+  uint64_t first_ordinal;
+  /**
+   * First valid token.
+   */
+  uint64_t token_begin;
+  /**
+   * End of the valid tokens; those before it must not change until the publication has ended.
+   */
+  uint64_t token_end;
+} kvf_published_group;
+
+/**
+ * A request's state slot in a publication.
+ */
+typedef struct kvf_published_state {
+  /**
+   * Index of the group in the layout.
+   */
+  uint32_t group;
+  /**
+   * The request's slot.
+   */
+  int32_t slot;
+  /**
+   * The state is the one after this many tokens.
+   */
+  uint64_t as_of_token;
+} kvf_published_state;
+
+/**
+ * A push into slots that the destination opened.
+ */
+typedef struct kvf_push_desc {
+  /**
+   * `sizeof(kvf_push_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Larger is served first; 0 = normal.
+   */
+  int32_t priority;
+  /**
+   * The engine that the offer comes from.
+   */
+  const struct kvf_peer *peer;
+  /**
+   * The offer's bytes: kvf_transfer_offer() of the destination. Not kept.
+   */
+  const void *offer;
+  /**
+   * Their number.
+   */
+  size_t offer_bytes;
+  /**
+   * Paged groups; NULL = none.
+   */
+  const struct kvf_published_group *groups;
+  /**
+   * `sizeof(kvf_published_group)`.
+   */
+  size_t groups_elem_size;
+  /**
+   * Elements of `groups`.
+   */
+  size_t num_groups;
+  /**
+   * State slots; NULL = none.
+   */
+  const struct kvf_published_state *states;
+  /**
+   * `sizeof(kvf_published_state)`.
+   */
+  size_t states_elem_size;
+  /**
+   * Elements of `states`.
+   */
+  size_t num_states;
+  /**
+   * CUstream: the slots are readable when what is enqueued so far is done.
+   */
+  void *stream;
+  /**
+   * From now, in ns; 0 = the agent's `transfer_ns`.
+   */
+  uint64_t deadline_ns;
+  /**
+   * Bytes for the destination (first tokens, draft tokens); NULL = none.
+   */
+  const void *aux;
+  /**
+   * Length of `aux`, at most 65536.
+   */
+  size_t aux_bytes;
+  /**
+   * Hash of the last block before the pushed ones; compared when both sides set it. 0 = none.
+   */
+  uint64_t prefix_tag;
+  /**
+   * Returned in the transfer's events.
+   */
+  uint64_t user_data;
+} kvf_push_desc;
+
+/**
+ * A packed part of the channel axis, such as x, B and C of Mamba-2 or q, k and v.
+ */
+typedef struct kvf_section_desc {
+  /**
+   * Equal on both sides; not NULL.
+   */
+  const char *name;
+  /**
+   * Channels of the section over all ranks, divisible by the view's shards.
+   */
+  uint32_t total;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+} kvf_section_desc;
+
+/**
+ * Where a tensor starts.
+ */
+typedef struct kvf_tensor_desc {
+  /**
+   * The pool it lies in; not NULL.
+   */
+  const struct kvf_pool *pool;
+  /**
+   * Bytes from the pool's start.
+   */
+  uint64_t offset;
+} kvf_tensor_desc;
+
+/**
+ * One role's bytes in a group.
+ *
+ * The `bytes_per_head` contiguous bytes of a head lie at `tensor(layer) + slot * slot_stride +
+ * layer * layer_stride + token * token_stride + head * head_stride`, all local indices from 0;
+ * with one tensor per layer `layer * layer_stride` is left out, in state groups
+ * `token * token_stride`. So [2,L,B,T,H,d], [B,2,L,H,T,d], NHD, HND and a tensor per layer are
+ * all just strides.
+ */
+typedef struct kvf_view_desc {
+  /**
+   * KVF_ROLE_KEY ..., unique in the group.
+   */
+  uint32_t role;
+  /**
+   * Bits of one element, 4 to 32; compared with the other side, never used for addresses.
+   */
+  uint32_t element_bits;
+  /**
+   * Heads of this rank. Of a view with sections: channels of this rank over all sections.
+   */
+  uint32_t heads;
+  /**
+   * Number of slots.
+   */
+  uint32_t slots;
+  /**
+   * Contiguous bytes of one head of one token (state group: of one slot).
+   */
+  uint64_t bytes_per_head;
+  /**
+   * Into how many shards the heads are split; 0 = 1.
+   */
+  uint32_t shards;
+  /**
+   * Which of them this rank holds.
+   */
+  uint32_t shard;
+  /**
+   * How many ranks hold the same shard; 0 = 1.
+   */
+  uint32_t replicas;
+  /**
+   * Which of them this rank is.
+   */
+  uint32_t replica;
+  /**
+   * Packed channel sections, each split over the shards by itself; NULL = none.
+   */
+  const struct kvf_section_desc *sections;
+  /**
+   * `sizeof(kvf_section_desc)`.
+   */
+  size_t sections_elem_size;
+  /**
+   * Elements of `sections`.
+   */
+  size_t num_sections;
+  /**
+   * One tensor for all layers, or one per layer of this rank.
+   */
+  const struct kvf_tensor_desc *tensors;
+  /**
+   * `sizeof(kvf_tensor_desc)`.
+   */
+  size_t tensors_elem_size;
+  /**
+   * Elements of `tensors`: 1 or the group's `num_layers`.
+   */
+  size_t num_tensors;
+  /**
+   * Bytes from slot to slot.
+   */
+  uint64_t slot_stride;
+  /**
+   * Bytes from layer to layer; 0 with one tensor per layer.
+   */
+  uint64_t layer_stride;
+  /**
+   * Bytes from token to token in a block; of a state group 0.
+   */
+  uint64_t token_stride;
+  /**
+   * Bytes from head to head.
+   */
+  uint64_t head_stride;
+} kvf_view_desc;
+
+/**
+ * Layers that share one block table (KVF_GROUP_PAGED) or one state slot (KVF_GROUP_STATE).
+ */
+typedef struct kvf_group_desc {
+  /**
+   * KVF_GROUP_PAGED or KVF_GROUP_STATE.
+   */
+  uint32_t kind;
+  /**
+   * Tokens in one block, at least 1; of a state group 0.
+   */
+  uint32_t tokens_per_block;
+  /**
+   * Live tokens of a sliding window; 0 = all tokens are kept. Of a state group 0.
+   */
+  uint32_t window;
+  /**
+   * First block ordinal of this rank (context parallelism), below `ordinal_stride`.
+   */
+  uint32_t ordinal_offset;
+  /**
+   * Distance between this rank's block ordinals; 0 = 1 (all blocks).
+   */
+  uint32_t ordinal_stride;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+  /**
+   * Global layer ids in local order.
+   */
+  const uint32_t *layers;
+  /**
+   * Elements of `layers`; 0 = this rank has none of the group's layers.
+   */
+  size_t num_layers;
+  /**
+   * One view per role.
+   */
+  const struct kvf_view_desc *views;
+  /**
+   * `sizeof(kvf_view_desc)`.
+   */
+  size_t views_elem_size;
+  /**
+   * Elements of `views`.
+   */
+  size_t num_views;
+} kvf_group_desc;
+
+/**
+ * Everything one rank holds. Only `global_rank` and `dp_rank` decide anything; the other
+ * coordinates appear in messages.
+ */
+typedef struct kvf_layout_desc {
+  /**
+   * `sizeof(kvf_layout_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Unique in the engine.
+   */
+  uint32_t global_rank;
+  /**
+   * Tensor-parallel index.
+   */
+  uint32_t tp_rank;
+  /**
+   * Tensor-parallel size; 0 = 1, as for all sizes here.
+   */
+  uint32_t tp_size;
+  /**
+   * Pipeline stage.
+   */
+  uint32_t pp_rank;
+  /**
+   * Number of pipeline stages.
+   */
+  uint32_t pp_size;
+  /**
+   * Context-parallel index.
+   */
+  uint32_t cp_rank;
+  /**
+   * Context-parallel size.
+   */
+  uint32_t cp_size;
+  /**
+   * Attention-data-parallel index.
+   */
+  uint32_t dp_rank;
+  /**
+   * Attention-data-parallel size.
+   */
+  uint32_t dp_size;
+  /**
+   * Layer groups; the index is the group's id and must mean the same on both sides. A rank
+   * without a layer of a group lists it with no layers.
+   */
+  const struct kvf_group_desc *groups;
+  /**
+   * `sizeof(kvf_group_desc)`.
+   */
+  size_t groups_elem_size;
+  /**
+   * Elements of `groups`, at least 1.
+   */
+  size_t num_groups;
+} kvf_layout_desc;
+
+/**
+ * What kvf_peer_query() tells.
+ */
+typedef struct kvf_peer_info {
+  /**
+   * `sizeof(kvf_peer_info)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * A kvf_status: KVF_OK = can be used, KVF_IN_PROGRESS = connecting, else why not.
+   */
+  int32_t status;
+  /**
+   * Object of the peer's events.
+   */
+  uint64_t id;
+  /**
+   * Ranks of the peer that this rank needs.
+   */
+  uint32_t ranks;
+  /**
+   * How many of them are connected.
+   */
+  uint32_t ranks_ready;
+  /**
+   * Data path of the first of them ("inproc", "shm", ...), NUL-terminated; "" = none yet.
+   */
+  char transport[16];
+} kvf_peer_info;
+
+/**
+ * How kvf_host_pool_create() makes a pool.
+ */
+typedef struct kvf_host_pool_config {
+  /**
+   * `sizeof(kvf_host_pool_config)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * KVF_NUMA_ANY, KVF_NUMA_NODE_0 or the number of a node from 1.
+   */
+  uint32_t numa_node;
+  /**
+   * Length in bytes, at least 1; rounded up to whole pages.
+   */
+  uint64_t bytes;
+  /**
+   * Bytes of a page: 0 = the system's; 2 MiB or 1 GiB for huge pages.
+   */
+  uint64_t page_size;
+  /**
+   * Returned in the pool's events.
+   */
+  uint64_t user_data;
+} kvf_host_pool_config;
+
+/**
+ * Memory for kvf_pool_register().
+ */
+typedef struct kvf_pool_desc {
+  /**
+   * `sizeof(kvf_pool_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * KVF_MEMORY_HOST or KVF_MEMORY_DEVICE.
+   */
+  uint32_t memory_kind;
+  /**
+   * First byte.
+   */
+  void *base;
+  /**
+   * Length in bytes, at least 1.
+   */
+  uint64_t bytes;
+  /**
+   * CUDA device of KVF_MEMORY_DEVICE; otherwise 0.
+   */
+  uint32_t device;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+  /**
+   * Returned in the pool's events.
+   */
+  uint64_t user_data;
+} kvf_pool_desc;
+
+/**
+ * What kvf_pool_query() tells.
+ */
+typedef struct kvf_pool_info {
+  /**
+   * `sizeof(kvf_pool_info)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * A kvf_status: KVF_ERR_BUSY = registered, KVF_IN_PROGRESS = being taken back, KVF_OK = may be
+   * freed.
+   */
+  int32_t status;
+  /**
+   * Object of the pool's events; layouts and messages name the pool by it.
+   */
+  uint64_t id;
+} kvf_pool_info;
+
+/**
+ * What kvf_publish() offers.
+ */
+typedef struct kvf_publish_desc {
+  /**
+   * `sizeof(kvf_publish_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+  /**
+   * Request and attempt.
+   */
+  struct kvf_key key;
+  /**
+   * Paged groups; NULL = none.
+   */
+  const struct kvf_published_group *groups;
+  /**
+   * `sizeof(kvf_published_group)`.
+   */
+  size_t groups_elem_size;
+  /**
+   * Elements of `groups`; 0 is valid: nothing to move is a handoff too.
+   */
+  size_t num_groups;
+  /**
+   * State slots; NULL = none.
+   */
+  const struct kvf_published_state *states;
+  /**
+   * `sizeof(kvf_published_state)`.
+   */
+  size_t states_elem_size;
+  /**
+   * Elements of `states`.
+   */
+  size_t num_states;
+  /**
+   * CUstream: the slots are readable when what is enqueued so far is done. NULL = they are
+   * readable now; anything else is KVF_ERR_UNSUPPORTED for now.
+   */
+  void *stream;
+  /**
+   * Life until the first reader, in ns from now; 0 = the agent's `claim_ns`.
+   */
+  uint64_t claim_ns;
+  /**
+   * Life without a renewal by a reader, in ns; 0 = the agent's `lease_ns`.
+   */
+  uint64_t lease_ns;
+  /**
+   * Bytes for the reader that travel with the ticket (first tokens, draft tokens); NULL = none.
+   */
+  const void *aux;
+  /**
+   * Length of `aux`, at most 65536.
+   */
+  size_t aux_bytes;
+  /**
+   * Hash of the last block before the published ones; compared when both sides set it. 0 = none.
+   */
+  uint64_t prefix_tag;
+  /**
+   * Returned in the publication's events.
+   */
+  uint64_t user_data;
+} kvf_publish_desc;
+
+/**
+ * What kvf_publication_query() tells.
+ */
+typedef struct kvf_publication_info {
+  /**
+   * `sizeof(kvf_publication_info)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * KVF_OUTCOME_*.
+   */
+  uint32_t outcome;
+  /**
+   * A kvf_status: why it ended; KVF_IN_PROGRESS while it lives.
+   */
+  int32_t cause;
+  /**
+   * 1: ended, and no reader can be given its bytes any more. The slots may be reused unless
+   * another publication holds them.
+   */
+  uint32_t memory_safe;
+  /**
+   * 1: a reader has been seen.
+   */
+  uint32_t claimed;
+  /**
+   * Readers that have finished.
+   */
+  uint32_t readers_done;
+  /**
+   * Readers that the plan expects; 0 = not known before the first one.
+   */
+  uint32_t readers_expected;
+  /**
+   * Must be ignored.
+   */
+  uint32_t reserved;
+  /**
+   * Object of the publication's events.
+   */
+  uint64_t id;
+  /**
+   * What it is about.
+   */
+  struct kvf_key key;
+} kvf_publication_info;
+
+/**
+ * What kvf_transfer_query() tells. Outcome and safety are separate: a transfer that has failed
+ * may still be written to, and then its slots must not be reused.
+ */
+typedef struct kvf_transfer_info {
+  /**
+   * `sizeof(kvf_transfer_info)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * KVF_OUTCOME_*.
+   */
+  uint32_t outcome;
+  /**
+   * A kvf_status: why it ended; KVF_OK for a success, KVF_IN_PROGRESS while pending.
+   */
+  int32_t cause;
+  /**
+   * 1: no byte of its slots will be written any more on its behalf.
+   */
+  uint32_t memory_safe;
+  /**
+   * Parts that were submitted to a data path; 0 for a transfer with nothing to move.
+   */
+  uint32_t submitted;
+  /**
+   * Parts that it has: groups and states of its descriptor.
+   */
+  uint32_t num_parts;
+  /**
+   * Object of the transfer's events.
+   */
+  uint64_t id;
+  /**
+   * The request.
+   */
+  struct kvf_key key;
+  /**
+   * Bytes moved so far.
+   */
+  uint64_t bytes;
+  /**
+   * Bytes to move.
+   */
+  uint64_t bytes_total;
+  /**
+   * Nanoseconds from its begin to the outcome; 0 while pending.
+   */
+  uint64_t elapsed_ns;
+  /**
+   * Data path ("inproc", "shm", ...), NUL-terminated; "" = none was needed, or none yet.
+   */
+  char transport[16];
+} kvf_transfer_info;
+
+/**
+ * One part of a transfer.
+ */
+typedef struct kvf_part_info {
+  /**
+   * Index of the group in the layout.
+   */
+  uint32_t group;
+  /**
+   * KVF_GROUP_PAGED or KVF_GROUP_STATE.
+   */
+  uint32_t kind;
+  /**
+   * KVF_PART_*.
+   */
+  uint32_t state;
+  /**
+   * A kvf_status: why it failed; KVF_OK otherwise.
+   */
+  int32_t cause;
+  /**
+   * Bytes that it has to move.
+   */
+  uint64_t bytes;
+} kvf_part_info;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
+
+/**
+ * Makes an agent and starts its threads.
+ *
+ * The threads are named, block all signals, and end in kvf_agent_destroy(). Nothing else of the
+ * process is touched: no signal handler, no logger, no global runtime.
+ *
+ * @param[in]  config  Start from KVF_AGENT_CONFIG_INIT. Not kept.
+ * @param[out] agent   Receives the agent; end it with kvf_agent_destroy().
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for an unknown transport, address or log level;
+ *         KVF_ERR_SYSTEM or KVF_ERR_NO_MEMORY when the system refuses sockets, threads or memory.
+ *
+ * # Safety
+ * @p config must point to `config->struct_size` readable bytes and its pointers be NULL or valid
+ * during the call; `log` and `log_arg` until the agent is destroyed. @p agent must be writable.
+ */
+kvf_status kvf_agent_create(const struct kvf_agent_config *config,
+                            struct kvf_agent **agent)
+KVF_NOEXCEPT;
+
+/**
+ * Ends an agent: everything still running fails with KVF_ERR_SHUTDOWN, peers are told, threads
+ * are joined. The handle is gone whatever is returned, KVF_ERR_REENTRANT excepted.
+ *
+ * Pools, publications, transfers and peers of the agent stay valid handles: their calls return
+ * KVF_ERR_SHUTDOWN, and each still needs its `_destroy`. The memory of a pool made by kvferry
+ * stays mapped until its kvf_pool_destroy(). In a forked child only local memory is freed.
+ *
+ * @param agent       The agent, or NULL.
+ * @param timeout_ns  Longest wait for running copies and threads, in ns; 0 = none.
+ * @return KVF_OK when no memory of the caller can be written any more; otherwise an error whose
+ *         text lists the slots that are still in quarantine.
+ *
+ * # Safety
+ * @p agent must be live or NULL, and no other call on it may be running or follow.
+ */
+kvf_status kvf_agent_destroy(struct kvf_agent *agent, uint64_t timeout_ns) KVF_NOEXCEPT;
+
+/**
+ * Gives the file descriptor that is readable exactly while there is an event to take.
+ *
+ * For poll(), epoll or io_uring in the caller's loop. Only poll it: kvferry writes it when an
+ * event comes and clears it when kvf_agent_take_events() has taken the last one. It is
+ * non-blocking, close-on-exec, belongs to the agent and ends with it.
+ *
+ * @param      agent  The agent.
+ * @param[out] fd     Receives the descriptor.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p agent must be live, @p fd writable.
+ */
+kvf_status kvf_agent_event_fd(const struct kvf_agent *agent, int *fd) KVF_NOEXCEPT;
+
+/**
+ * Refuses new publications and transfers from now on and waits until the running ones have
+ * ended: the first step of an orderly end, before kvf_agent_destroy().
+ *
+ * Blocks the calling thread only. There is no way back.
+ *
+ * @param agent       The agent.
+ * @param timeout_ns  Longest wait, in ns; 0 = only look.
+ * @return KVF_OK when nothing is running; KVF_ERR_DEADLINE with what still is in
+ *         kvf_last_error().
+ *
+ * # Safety
+ * @p agent must be live.
+ */
+kvf_status kvf_agent_drain(struct kvf_agent *agent, uint64_t timeout_ns) KVF_NOEXCEPT;
+
+/**
+ * Gives this rank's metadata, which kvf_engine_create() of every rank of the engine needs.
+ *
+ * The same bytes for the life of the agent; they hold no address that other processes could use
+ * without this one's consent.
+ *
+ * @param      agent   An agent with a layout.
+ * @param[out] buf     Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap     Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed  Receives the size, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small (it stays untouched);
+ *         KVF_ERR_STATE before kvf_agent_set_layout().
+ *
+ * # Safety
+ * @p agent must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
+ */
+kvf_status kvf_agent_metadata(const struct kvf_agent *agent,
+                              void *buf,
+                              size_t cap,
+                              size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Lists the slots that transfers which have ended may still write to. They must not be reused;
+ * KVF_EVENT_MEMORY_SAFE tells when a transfer's slots leave the list.
+ *
+ * Nothing is consumed: ask again with more room when @p n is larger than @p cap.
+ *
+ * @param      agent      The agent.
+ * @param[out] slots      Receives up to @p cap entries; may be NULL when @p cap is 0.
+ * @param      elem_size  `sizeof(kvf_quarantined_slot)`.
+ * @param      cap        Elements in @p slots.
+ * @param[out] n          Receives the length of the whole list.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p agent must be live, @p slots point to @p cap elements of @p elem_size bytes, @p n be
+ * writable.
+ */
+kvf_status kvf_agent_quarantine(const struct kvf_agent *agent,
+                                struct kvf_quarantined_slot *slots,
+                                size_t elem_size,
+                                size_t cap,
+                                size_t *n)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the agent's metrics in Prometheus' text format. Not served yet.
+ *
+ * @param      agent   The agent.
+ * @param[out] buf     Receives the NUL-terminated text; may be NULL when @p cap is 0.
+ * @param      cap     Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed  Receives the size with the NUL; may be NULL.
+ * @return KVF_ERR_UNSUPPORTED.
+ *
+ * # Safety
+ * @p agent must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
+ */
+kvf_status kvf_metrics_text(const struct kvf_agent *agent,
+                            char *buf,
+                            size_t cap,
+                            size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Joins the ranks of an engine; once per agent, after kvf_agent_set_layout().
+ *
+ * Checked here: the ranks together hold every layer, head, section and block ordinal. With
+ * `exchange` the call is collective and blocks in it.
+ *
+ * @param      agent   An agent with a layout.
+ * @param[in]  desc    Start from KVF_ENGINE_DESC_INIT. Not kept.
+ * @param[out] engine  Receives the engine; end it with kvf_engine_destroy().
+ * @return KVF_OK; KVF_ERR_STATE before the layout or the second time; KVF_ERR_GROUP_LOST when
+ *         `exchange` failed; KVF_ERR_INCOMPATIBLE when a part of the model is missing or the
+ *         ranks contradict each other; KVF_ERR_PROTOCOL for metadata that is none.
+ *
+ * # Safety
+ * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
+ * what they say, @p engine be writable.
+ */
+kvf_status kvf_engine_create(struct kvf_agent *agent,
+                             const struct kvf_engine_desc *desc,
+                             struct kvf_engine **engine)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the engine's metadata: the same bytes on every rank, sent to the other side once, for its
+ * kvf_peer_add().
+ *
+ * @param      engine  The engine.
+ * @param[out] buf     Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap     Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed  Receives the size, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small (it stays untouched).
+ *
+ * # Safety
+ * @p engine must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
+ */
+kvf_status kvf_engine_metadata(const struct kvf_engine *engine,
+                               void *buf,
+                               size_t cap,
+                               size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Ends an engine's handle. The agent stays the rank it is.
+ *
+ * @param engine  The engine, or NULL.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p engine must be live or NULL, and no other call on it may be running or follow.
+ */
+kvf_status kvf_engine_destroy(struct kvf_engine *engine) KVF_NOEXCEPT;
+
+/**
+ * Takes the oldest events, each once.
+ *
+ * The event fd stops being readable when the last event was taken: call again while @p n comes
+ * back equal to @p cap. Never blocks; any thread, several at once included.
+ *
+ * @param      agent      The agent.
+ * @param[out] events     Receives up to @p cap events, oldest first.
+ * @param      elem_size  `sizeof(kvf_event)`.
+ * @param      cap        Elements in @p events, at least 1.
+ * @param[out] n          Receives how many were taken.
+ * @return KVF_OK, also for none.
+ *
+ * # Safety
+ * @p agent must be live, @p events must point to @p cap elements of @p elem_size bytes, @p n must
+ * be writable.
+ */
+kvf_status kvf_agent_take_events(struct kvf_agent *agent,
+                                 struct kvf_event *events,
+                                 size_t elem_size,
+                                 size_t cap,
+                                 size_t *n)
+KVF_NOEXCEPT;
+
+/**
+ * Begins to fetch one paged group of what a ticket offers: an import with one part.
+ *
+ * Mirrors Megatron-LM's `begin_pull_blocks`. Never blocks: what is small may be copied inside the
+ * call, the rest is done by kvferry's threads. A pull with nothing to move is born complete, and
+ * the source is told all the same.
+ *
+ * @param      agent     The agent.
+ * @param[in]  desc      Start from KVF_PULL_DESC_INIT. Nothing of it is kept.
+ * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
+ * @return KVF_OK: begun, or complete already; KVF_ERR_OUT_OF_RANGE for a slot, group or token
+ *         outside of the layout; KVF_ERR_DUPLICATE for a slot named twice; KVF_ERR_SLOT_BUSY for
+ *         a slot that a transfer, a publication or the quarantine holds, named in
+ *         kvf_last_error(); KVF_ERR_INVALID_ARGUMENT for bytes that are no ticket and for a
+ *         ticket of another engine; KVF_ERR_NOT_FOUND for a group that was not published;
+ *         KVF_ERR_PREFIX_MISMATCH; KVF_ERR_UNSUPPORTED for a stream. Nothing has changed then;
+ *         whatever fails later is the transfer's outcome.
+ *
+ * # Safety
+ * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
+ * its pointers to what they say, @p transfer be writable.
+ */
+kvf_status kvf_pull_begin(struct kvf_agent *agent,
+                          const struct kvf_pull_desc *desc,
+                          struct kvf_transfer **transfer)
+KVF_NOEXCEPT;
+
+/**
+ * Begins to fetch several groups and states of what a ticket offers.
+ *
+ * Mirrors Megatron-LM's handoff import. All parts are admitted or none; they start independently
+ * and end together: the first failure is the import's outcome, after the parts already started
+ * have settled. A part with nothing to move submits nothing; an import with nothing to move is
+ * born complete, and the source is told all the same. Never blocks.
+ *
+ * @param      agent     The agent.
+ * @param[in]  desc      Start from KVF_IMPORT_DESC_INIT. Nothing of it is kept.
+ * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
+ * @return As kvf_pull_begin(); KVF_ERR_UNSUPPORTED also for KVF_DIRECTION_PUSH;
+ *         KVF_ERR_DUPLICATE also for an owned-only slot that is to be written.
+ *
+ * # Safety
+ * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
+ * its pointers to what they say, @p transfer be writable.
+ */
+kvf_status kvf_import_begin(struct kvf_agent *agent,
+                            const struct kvf_import_desc *desc,
+                            struct kvf_transfer **transfer)
+KVF_NOEXCEPT;
+
+/**
+ * Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. Not
+ * served yet.
+ *
+ * @param      agent     The agent.
+ * @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
+ * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
+ * @return KVF_ERR_UNSUPPORTED, after the arguments' errors.
+ *
+ * # Safety
+ * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
+ * what they say, @p transfer be writable.
+ */
+kvf_status kvf_receive_begin(struct kvf_agent *agent,
+                             const struct kvf_receive_desc *desc,
+                             struct kvf_transfer **transfer)
+KVF_NOEXCEPT;
+
+/**
+ * Begins to write into slots that the destination opened. Mirrors Megatron-LM's
+ * `begin_push_blocks`. Not served yet.
+ *
+ * @param      agent     The agent.
+ * @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
+ * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
+ * @return KVF_ERR_UNSUPPORTED, after the arguments' errors.
+ *
+ * # Safety
+ * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
+ * its pointers to what they say, @p transfer be writable.
+ */
+kvf_status kvf_push_begin(struct kvf_agent *agent,
+                          const struct kvf_push_desc *desc,
+                          struct kvf_transfer **transfer)
+KVF_NOEXCEPT;
+
+/**
+ * Makes a layout from a description.
+ *
+ * Only the form is checked here; kvf_agent_set_layout() checks that it fits its memory.
+ *
+ * @param[in]  desc    Start from KVF_LAYOUT_DESC_INIT. Nothing of it is kept.
+ * @param[out] layout  Receives the layout; end it with kvf_layout_destroy().
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT with the group and view in kvf_last_error() for an
+ *         unknown kind or role, a NULL pool or name, or pools of two agents.
+ *
+ * # Safety
+ * @p desc must point to `desc->struct_size` readable bytes, every array in it to as many elements
+ * as it says, every pool be live; @p layout must be writable.
+ */
+kvf_status kvf_layout_create(const struct kvf_layout_desc *desc,
+                             struct kvf_layout **layout)
+KVF_NOEXCEPT;
+
+/**
+ * Ends a layout. An agent that it was set on keeps its own copy.
+ *
+ * @param layout  The layout, or NULL.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p layout must be live or NULL, and no other call on it may be running or follow.
+ */
+kvf_status kvf_layout_destroy(struct kvf_layout *layout) KVF_NOEXCEPT;
+
+/**
+ * Says what an agent's rank holds; once, before its metadata and its first operation.
+ *
+ * Checked here: every view lies in its memory, strides do not overlap, counts are consistent.
+ *
+ * @param     agent   The agent.
+ * @param[in] layout  A layout over pools of this agent. Copied.
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT or KVF_ERR_OUT_OF_RANGE with group, view, layer and
+ *         numbers in kvf_last_error(); KVF_ERR_STATE when a layout was set before.
+ *
+ * # Safety
+ * @p agent and @p layout must be live.
+ */
+kvf_status kvf_agent_set_layout(struct kvf_agent *agent,
+                                const struct kvf_layout *layout)
+KVF_NOEXCEPT;
+
+/**
+ * Adds a remote engine: checks that it fits, makes the plan, and starts to connect.
+ *
+ * Never blocks on the network; kvf_peer_wait() or KVF_EVENT_PEER_READY tells when it is there.
+ * Transfers may be begun at once, they wait inside their deadline.
+ *
+ * @param      agent            An agent with an engine.
+ * @param[in]  engine_metadata  kvf_engine_metadata() of the other side. Not kept.
+ * @param      metadata_bytes   Its length.
+ * @param      user_data        Returned in the peer's events.
+ * @param[out] peer             Receives the peer; end it with kvf_peer_destroy().
+ * @return KVF_OK; KVF_ERR_INCOMPATIBLE with the field and both values when the caches do not fit,
+ *         before any data moves; KVF_ERR_STATE before kvf_engine_create(); KVF_ERR_PROTOCOL for
+ *         bytes that are no metadata; KVF_ERR_DUPLICATE when it was added before.
+ *
+ * # Safety
+ * @p agent must be live, @p engine_metadata point to @p metadata_bytes readable bytes, @p peer be
+ * writable.
+ */
+kvf_status kvf_peer_add(struct kvf_agent *agent,
+                        const void *engine_metadata,
+                        size_t metadata_bytes,
+                        uint64_t user_data,
+                        struct kvf_peer **peer)
+KVF_NOEXCEPT;
+
+/**
+ * Tells whether and how a peer can be used.
+ *
+ * @param         peer  The peer.
+ * @param[in,out] info  Start from KVF_PEER_INFO_INIT; written up to `info->struct_size`.
+ * @return KVF_OK; the state is in @p info.
+ *
+ * # Safety
+ * @p peer must be live, @p info point to `info->struct_size` writable bytes.
+ */
+kvf_status kvf_peer_query(const struct kvf_peer *peer, struct kvf_peer_info *info) KVF_NOEXCEPT;
+
+/**
+ * Gives one line for people: the chosen data path, why, and why not the others; or what is wrong
+ * with the peer.
+ *
+ * @param      peer    The peer.
+ * @param[out] buf     Receives the NUL-terminated UTF-8 text, cut to @p cap bytes; may be NULL
+ *                     when @p cap is 0.
+ * @param      cap     Size of @p buf in bytes.
+ * @param[out] needed  Receives the size of the whole text with its NUL; may be NULL.
+ * @return KVF_OK, also when the text was cut.
+ *
+ * # Safety
+ * @p peer must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
+ */
+kvf_status kvf_peer_text(const struct kvf_peer *peer,
+                         char *buf,
+                         size_t cap,
+                         size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Waits until a peer can be used.
+ *
+ * Blocks the calling thread only; several threads may wait.
+ *
+ * @param peer        The peer.
+ * @param timeout_ns  Longest wait, in ns; 0 = only look.
+ * @return KVF_OK: ready; KVF_TIMED_OUT: still connecting, and kvferry goes on;
+ *         KVF_ERR_PEER_LOST, KVF_ERR_PEER_UNREACHABLE, ...: why it cannot be used, with the text
+ *         in kvf_last_error().
+ *
+ * # Safety
+ * @p peer must be live.
+ */
+kvf_status kvf_peer_wait(const struct kvf_peer *peer, uint64_t timeout_ns) KVF_NOEXCEPT;
+
+/**
+ * Forgets a peer: its running transfers fail with KVF_ERR_CANCELLED, its mappings go.
+ *
+ * The handle stays for kvf_peer_query() and kvf_peer_destroy(). Idempotent.
+ *
+ * @param peer  The peer.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p peer must be live.
+ */
+kvf_status kvf_peer_remove(struct kvf_peer *peer) KVF_NOEXCEPT;
+
+/**
+ * Ends a peer's handle, after kvf_peer_remove() if that was not called.
+ *
+ * @param peer  The peer, or NULL.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p peer must be live or NULL, and no other call on it may be running or follow.
+ */
+kvf_status kvf_peer_destroy(struct kvf_peer *peer) KVF_NOEXCEPT;
+
+/**
+ * Says what would move between two engines, from their layout files; docs/layouts.md has the
+ * schemas. Needs no agent.
+ *
+ * What is wrong with the files or between the engines is told in the explanation, so that the
+ * call itself succeeds.
+ *
+ * @param[in]  source       Layout file of the source engine: UTF-8 JSON.
+ * @param[in]  destination  Layout file of the destination engine: UTF-8 JSON.
+ * @param      policy       KVF_POLICY_SPREAD or KVF_POLICY_LOWEST.
+ * @param      format       KVF_EXPLAIN_JSON or KVF_EXPLAIN_TABLE.
+ * @param[out] text         Receives the NUL-terminated explanation; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p text in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size with the NUL, also when @p text is too small; may be
+ *                          NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p text is too small (it stays untouched);
+ *         KVF_ERR_INVALID_ARGUMENT for input that is not UTF-8 and for unknown numbers.
+ *
+ * # Safety
+ * @p source and @p destination must point to descriptions of readable bytes, @p text to @p cap
+ * writable bytes, @p needed be NULL or writable.
+ */
+kvf_status kvf_plan_explain(const struct kvf_bytes *source,
+                            const struct kvf_bytes *destination,
+                            uint32_t policy,
+                            uint32_t format,
+                            char *text,
+                            size_t cap,
+                            size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Makes a host pool that peers on the same host can map, so that one copy suffices: the fastest
+ * memory for a cache. Its pages are allocated here, so that a lack of memory is an error of this
+ * call and not a signal later.
+ *
+ * Blocks while the kernel clears the pages (about 1 s for some GB).
+ *
+ * @param      agent   The agent.
+ * @param[in]  config  Start from KVF_HOST_POOL_CONFIG_INIT. Not kept.
+ * @param[out] pool    Receives the pool; end it with kvf_pool_destroy(), which frees the memory.
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for 0 bytes or an impossible page size;
+ *         KVF_ERR_NO_MEMORY when the system has not enough of it (of that kind, on that node).
+ *
+ * # Safety
+ * @p agent must be live, @p config point to `config->struct_size` readable bytes, @p pool be
+ * writable.
+ */
+kvf_status kvf_host_pool_create(struct kvf_agent *agent,
+                                const struct kvf_host_pool_config *config,
+                                struct kvf_pool **pool)
+KVF_NOEXCEPT;
+
+/**
+ * Registers memory of the caller.
+ *
+ * It must stay mapped, and stay the same memory, until kvferry says that it may be freed: see
+ * kvf_pool_unregister_begin(). It must not overlap another pool of the agent.
+ *
+ * @param      agent  The agent.
+ * @param[in]  desc   Start from KVF_POOL_DESC_INIT. Not kept.
+ * @param[out] pool   Receives the pool; end it with kvf_pool_destroy().
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for a NULL base, 0 bytes or an unknown kind;
+ *         KVF_ERR_OUT_OF_RANGE for a range that passes the end of the address space;
+ *         KVF_ERR_DUPLICATE for memory that overlaps another pool;
+ *         KVF_ERR_UNSUPPORTED for KVF_MEMORY_DEVICE.
+ *
+ * # Safety
+ * @p agent must be live, @p desc point to `desc->struct_size` readable bytes, the memory be
+ * readable and writable until it may be freed, @p pool be writable.
+ */
+kvf_status kvf_pool_register(struct kvf_agent *agent,
+                             const struct kvf_pool_desc *desc,
+                             struct kvf_pool **pool)
+KVF_NOEXCEPT;
+
+/**
+ * Gives a pool's memory.
+ *
+ * @param      pool   The pool.
+ * @param[out] base   Receives the address of its first byte.
+ * @param[out] bytes  Receives its length in bytes; may be NULL.
+ * @return KVF_OK; KVF_ERR_NOT_FOUND for a pool that has been released.
+ *
+ * # Safety
+ * @p pool must be live, @p base writable, @p bytes NULL or writable.
+ */
+kvf_status kvf_pool_memory(const struct kvf_pool *pool, void **base, uint64_t *bytes) KVF_NOEXCEPT;
+
+/**
+ * Gives the agent's number of a pool, by which messages, layouts and events name it.
+ *
+ * @param      pool  The pool.
+ * @param[out] id    Receives the number.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p pool must be live, @p id writable.
+ */
+kvf_status kvf_pool_id(const struct kvf_pool *pool, uint32_t *id) KVF_NOEXCEPT;
+
+/**
+ * Starts to take a pool back: from now on no new publication or transfer may use it.
+ *
+ * KVF_EVENT_POOL_RELEASED follows: with KVF_OK when the memory may be freed, or at the deadline
+ * with KVF_ERR_DEADLINE when it may not be freed yet (it may be tried again). Until then freeing
+ * or unmapping it is the caller's error: a peer may still read it.
+ *
+ * @param pool         The pool.
+ * @param deadline_ns  From now, in ns; 0 = the event comes at once, whatever it says.
+ * @return KVF_OK: begun; KVF_ERR_STATE: it was begun before and has not ended.
+ *
+ * # Safety
+ * @p pool must be live.
+ */
+kvf_status kvf_pool_unregister_begin(struct kvf_pool *pool, uint64_t deadline_ns) KVF_NOEXCEPT;
+
+/**
+ * Tells whether a pool's memory may be freed.
+ *
+ * @param         pool  The pool.
+ * @param[in,out] info  Start from KVF_POOL_INFO_INIT; written up to `info->struct_size`.
+ * @return KVF_OK; the state is in @p info.
+ *
+ * # Safety
+ * @p pool must be live, @p info point to `info->struct_size` writable bytes.
+ */
+kvf_status kvf_pool_query(const struct kvf_pool *pool, struct kvf_pool_info *info) KVF_NOEXCEPT;
+
+/**
+ * Ends a pool's handle, taking the pool back if kvf_pool_unregister_begin() did not.
+ *
+ * Memory that kvferry made is unmapped when nothing uses it any more; the caller must not touch
+ * it from now on. Memory of the caller may be freed when this returns KVF_OK.
+ *
+ * @param pool  The pool, or NULL.
+ * @return KVF_OK: released; KVF_IN_PROGRESS: still used by a publication or transfer,
+ *         KVF_EVENT_POOL_RELEASED follows. The handle is gone in both cases.
+ *
+ * # Safety
+ * @p pool must be live or NULL, and no other call on it may be running or follow.
+ */
+kvf_status kvf_pool_destroy(struct kvf_pool *pool) KVF_NOEXCEPT;
+
+/**
+ * Offers slots to readers under a lease.
+ *
+ * The slots' tokens below `token_end` must stay unchanged until the publication has ended with
+ * memory safe: all readers finished, released, or expired. Never blocks.
+ *
+ * @param      agent        An agent with an engine.
+ * @param[in]  desc         Start from KVF_PUBLISH_DESC_INIT. Nothing of it is kept.
+ * @param[out] publication  Receives the publication; end it with kvf_publication_destroy().
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE for a slot, group or token outside of the layout;
+ *         KVF_ERR_DUPLICATE for a slot or group named twice; KVF_ERR_INVALID_ARGUMENT for fewer
+ *         slots than tokens; KVF_ERR_SLOT_BUSY for a slot that a transfer writes, with its holder
+ *         in kvf_last_error(); KVF_ERR_LIMIT when `max_publications` live or `aux` is too long;
+ *         KVF_ERR_UNSUPPORTED for a stream. Nothing was offered then.
+ *
+ * # Safety
+ * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its arrays to as
+ * many elements as it says, @p publication be writable.
+ */
+kvf_status kvf_publish(struct kvf_agent *agent,
+                       const struct kvf_publish_desc *desc,
+                       struct kvf_publication **publication)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the ticket: the bytes that travel with the request to the reader.
+ *
+ * @param      publication  The publication.
+ * @param[out] buf          Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small (it stays untouched).
+ *
+ * # Safety
+ * @p publication must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_publication_ticket(const struct kvf_publication *publication,
+                                  void *buf,
+                                  size_t cap,
+                                  size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Tells how a publication stands.
+ *
+ * @param         publication  The publication.
+ * @param[in,out] info         Start from KVF_PUBLICATION_INFO_INIT; written up to
+ *                             `info->struct_size`.
+ * @return KVF_OK; the state is in @p info.
+ *
+ * # Safety
+ * @p publication must be live, @p info point to `info->struct_size` writable bytes.
+ */
+kvf_status kvf_publication_query(const struct kvf_publication *publication,
+                                 struct kvf_publication_info *info)
+KVF_NOEXCEPT;
+
+/**
+ * Waits until a publication has ended.
+ *
+ * Blocks the calling thread only; several threads may wait.
+ *
+ * @param publication  The publication.
+ * @param timeout_ns   Longest wait, in ns; 0 = only look.
+ * @return KVF_OK: every reader has finished; KVF_TIMED_OUT: it lives; otherwise why it ended:
+ *         KVF_ERR_CANCELLED (released), KVF_ERR_EXPIRED, KVF_ERR_DECLINED, KVF_ERR_PEER_LOST.
+ *
+ * # Safety
+ * @p publication must be live.
+ */
+kvf_status kvf_publication_wait(const struct kvf_publication *publication,
+                                uint64_t timeout_ns)
+KVF_NOEXCEPT;
+
+/**
+ * Takes an offer back; idempotent. Readers that are still copying fail with
+ * KVF_ERR_CANCELLED_BY_PEER. Never blocks: KVF_EVENT_PUBLICATION_ENDED follows.
+ *
+ * @param publication  The publication.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p publication must be live.
+ */
+kvf_status kvf_publication_release(struct kvf_publication *publication) KVF_NOEXCEPT;
+
+/**
+ * Ends a publication's handle. The offer itself stays until its readers have finished or its
+ * lease ends, and its event still comes: call kvf_publication_release() before to take it back.
+ *
+ * @param publication  The publication, or NULL.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p publication must be live or NULL, and no other call on it may be running or follow.
+ */
+kvf_status kvf_publication_destroy(struct kvf_publication *publication) KVF_NOEXCEPT;
+
+/**
+ * Renews the lease of a ticket whose request is still queued here. Never blocks; a source that
+ * has ended the publication meanwhile is found by the transfer.
+ *
+ * @param     agent         The agent.
+ * @param     peer          The engine that the ticket comes from.
+ * @param[in] ticket        The ticket's bytes. Not kept.
+ * @param     ticket_bytes  Their number.
+ * @return KVF_OK: sent; KVF_ERR_INVALID_ARGUMENT for bytes that are no ticket and for a ticket of
+ *         another engine.
+ *
+ * # Safety
+ * @p agent and @p peer must be live, @p ticket point to @p ticket_bytes readable bytes.
+ */
+kvf_status kvf_ticket_hold(struct kvf_agent *agent,
+                           const struct kvf_peer *peer,
+                           const void *ticket,
+                           size_t ticket_bytes)
+KVF_NOEXCEPT;
+
+/**
+ * Tells the source that this rank will not use a ticket; its publication need not wait for it.
+ * Never blocks; sent again until acknowledged or the lease has ended.
+ *
+ * @param     agent         The agent.
+ * @param     peer          The engine that the ticket comes from.
+ * @param[in] ticket        The ticket's bytes. Not kept.
+ * @param     ticket_bytes  Their number.
+ * @param     cause         A kvf_status below 0: the reason, which the source gets to see.
+ * @return KVF_OK: accepted; KVF_ERR_INVALID_ARGUMENT for bytes that are no ticket, for a ticket of
+ *         another engine, and for a cause that is no error.
+ *
+ * # Safety
+ * @p agent and @p peer must be live, @p ticket point to @p ticket_bytes readable bytes.
+ */
+kvf_status kvf_ticket_decline(struct kvf_agent *agent,
+                              const struct kvf_peer *peer,
+                              const void *ticket,
+                              size_t ticket_bytes,
+                              int32_t cause)
+KVF_NOEXCEPT;
 
 /**
  * The name of a status as it stands in the header, for logs; never NULL.
@@ -239,6 +2476,151 @@ KVF_NODISCARD kvf_status kvf_testing_panic(void) KVF_NOEXCEPT;
 #endif
 
 /**
+ * Looks at a transfer without lock or system call; for scheduler loops.
+ *
+ * @param transfer  The transfer.
+ * @return KVF_IN_PROGRESS; KVF_OK: done and attested; otherwise the error it ended with. An error
+ *         does not say that its memory is safe: see kvf_transfer_query().
+ *
+ * # Safety
+ * @p transfer must be live.
+ */
+kvf_status kvf_transfer_poll(const struct kvf_transfer *transfer) KVF_NOEXCEPT;
+
+/**
+ * Waits for a transfer's outcome.
+ *
+ * Blocks the calling thread only; several threads may wait. A time-out changes nothing: the
+ * transfer goes on to its own deadline.
+ *
+ * @param transfer    The transfer.
+ * @param timeout_ns  Longest wait, in ns; 0 = only look.
+ * @return As kvf_transfer_poll(), KVF_TIMED_OUT in place of KVF_IN_PROGRESS.
+ *
+ * # Safety
+ * @p transfer must be live.
+ */
+kvf_status kvf_transfer_wait(const struct kvf_transfer *transfer, uint64_t timeout_ns) KVF_NOEXCEPT;
+
+/**
+ * Asks for a transfer's end; idempotent. Never blocks: the outcome tells whether the cancel or
+ * the last byte came first, and comes after at most one piece of 4 MiB.
+ *
+ * @param transfer  The transfer.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p transfer must be live.
+ */
+kvf_status kvf_transfer_cancel(struct kvf_transfer *transfer) KVF_NOEXCEPT;
+
+/**
+ * Tells how a transfer and its parts stand, all seen at one moment.
+ *
+ * @param         transfer        The transfer.
+ * @param[in,out] info            Start from KVF_TRANSFER_INFO_INIT; written up to
+ *                                `info->struct_size`.
+ * @param[out]    parts           Receives up to @p cap parts: the groups of the descriptor, then
+ *                                its states. May be NULL when @p cap is 0.
+ * @param         part_elem_size  `sizeof(kvf_part_info)`.
+ * @param         cap             Elements in @p parts; `info->num_parts` tells how many there are.
+ * @return KVF_OK; the state is in @p info.
+ *
+ * # Safety
+ * @p transfer must be live, @p info point to `info->struct_size` writable bytes, @p parts to
+ * @p cap elements of @p part_elem_size bytes.
+ */
+kvf_status kvf_transfer_query(const struct kvf_transfer *transfer,
+                              struct kvf_transfer_info *info,
+                              struct kvf_part_info *parts,
+                              size_t part_elem_size,
+                              size_t cap)
+KVF_NOEXCEPT;
+
+/**
+ * Gives what went wrong with a transfer, for people: part, peer, transport and the numbers.
+ *
+ * @param      transfer  The transfer.
+ * @param[out] buf       Receives the NUL-terminated UTF-8 text, cut to @p cap bytes; may be NULL
+ *                       when @p cap is 0. "" when nothing went wrong.
+ * @param      cap       Size of @p buf in bytes.
+ * @param[out] needed    Receives the size of the whole text with its NUL; may be NULL.
+ * @return KVF_OK, also when the text was cut.
+ *
+ * # Safety
+ * @p transfer must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
+ */
+kvf_status kvf_transfer_error_text(const struct kvf_transfer *transfer,
+                                   char *buf,
+                                   size_t cap,
+                                   size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the bytes that the publisher attached (`kvf_publish_desc.aux`).
+ *
+ * @param      transfer  The transfer.
+ * @param[out] buf       Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap       Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed    Receives the size, 0 for none, also when @p buf is too small; may be
+ *                       NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small (it stays untouched).
+ *
+ * # Safety
+ * @p transfer must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
+ */
+kvf_status kvf_transfer_aux(const struct kvf_transfer *transfer,
+                            void *buf,
+                            size_t cap,
+                            size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the offer of a receive: the bytes that the sender's kvf_push_begin() needs. Not served
+ * yet.
+ *
+ * @param      transfer  A transfer of kvf_receive_begin().
+ * @param[out] buf       Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap       Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed    Receives the size, also when @p buf is too small; may be NULL.
+ * @return KVF_ERR_UNSUPPORTED.
+ *
+ * # Safety
+ * @p transfer must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
+ */
+kvf_status kvf_transfer_offer(const struct kvf_transfer *transfer,
+                              void *buf,
+                              size_t cap,
+                              size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Makes a CUDA stream wait, without a block on the host, until the transfer has ended, in success
+ * or failure, at the latest at its deadline. It orders work; it does not say success. Not served
+ * yet.
+ *
+ * @param transfer  The transfer.
+ * @param stream    CUstream of the caller; NULL = the legacy default stream.
+ * @return KVF_ERR_UNSUPPORTED.
+ *
+ * # Safety
+ * @p transfer and @p stream must be live.
+ */
+kvf_status kvf_transfer_stream_wait(struct kvf_transfer *transfer, void *stream) KVF_NOEXCEPT;
+
+/**
+ * Ends a transfer's handle. A running transfer is cancelled and detached: its slots stay in
+ * kvf_agent_quarantine() until they are safe.
+ *
+ * @param transfer  The transfer, or NULL.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p transfer must be live or NULL, and no other call on it may be running or follow.
+ */
+kvf_status kvf_transfer_destroy(struct kvf_transfer *transfer) KVF_NOEXCEPT;
+
+/**
  * Version of the loaded library: `major << 24 | minor << 16 | patch`, to compare with
  * `KVF_VERSION`.
  */
@@ -262,5 +2644,55 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
 
 /* Initial values: every field zero (its default), the head filled in.
  *   kvf_x x = KVF_X_INIT; */
+#define KVF_AGENT_CONFIG_INIT \
+    {sizeof(kvf_agent_config), KVF_ABI_VERSION, 0, NULL, NULL, NULL, 0, NULL, NULL, 0, 0, 0, 0, \
+     0, 0, 0, 0, NULL, NULL}
+#define KVF_BYTES_INIT {NULL, 0}
+#define KVF_ENGINE_DESC_INIT \
+    {sizeof(kvf_engine_desc), KVF_ABI_VERSION, 0, 0, 0, NULL, NULL, NULL, sizeof(kvf_bytes), 0}
+#define KVF_EVENT_INIT {0, 0, 0, 0, {0, 0, 0}}
+#define KVF_GROUP_DESC_INIT {0, 0, 0, 0, 0, 0, NULL, 0, NULL, sizeof(kvf_view_desc), 0}
+#define KVF_HOST_POOL_CONFIG_INIT {sizeof(kvf_host_pool_config), KVF_ABI_VERSION, 0, 0, 0, 0}
+#define KVF_IMPORT_DESC_INIT \
+    {sizeof(kvf_import_desc), KVF_ABI_VERSION, 0, NULL, NULL, 0, NULL, \
+     sizeof(kvf_import_group), 0, NULL, sizeof(kvf_import_state), 0, NULL, \
+     sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0, 0, 0}
+#define KVF_IMPORT_GROUP_INIT {0, 0, NULL, 0, 0, 0, 0}
+#define KVF_IMPORT_STATE_INIT {0, 0, 0}
+#define KVF_KEY_INIT {0, 0, 0}
+#define KVF_LAYOUT_DESC_INIT \
+    {sizeof(kvf_layout_desc), KVF_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, \
+     sizeof(kvf_group_desc), 0}
+#define KVF_PART_INFO_INIT {0, 0, 0, 0, 0}
+#define KVF_PEER_INFO_INIT {sizeof(kvf_peer_info), KVF_ABI_VERSION, 0, 0, 0, 0, {0}}
+#define KVF_POOL_DESC_INIT {sizeof(kvf_pool_desc), KVF_ABI_VERSION, 0, NULL, 0, 0, 0, 0}
+#define KVF_POOL_INFO_INIT {sizeof(kvf_pool_info), KVF_ABI_VERSION, 0, 0}
+#define KVF_PUBLICATION_INFO_INIT \
+    {sizeof(kvf_publication_info), KVF_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, {0, 0, 0}}
+#define KVF_PUBLISH_DESC_INIT \
+    {sizeof(kvf_publish_desc), KVF_ABI_VERSION, 0, {0, 0, 0}, NULL, \
+     sizeof(kvf_published_group), 0, NULL, sizeof(kvf_published_state), 0, NULL, 0, 0, NULL, 0, \
+     0, 0}
+#define KVF_PUBLISHED_GROUP_INIT {0, 0, NULL, 0, 0, 0, 0}
+#define KVF_PUBLISHED_STATE_INIT {0, 0, 0}
+#define KVF_PULL_DESC_INIT \
+    {sizeof(kvf_pull_desc), KVF_ABI_VERSION, 0, NULL, NULL, 0, NULL, 0, 0, 0, 0, NULL, 0, 0, 0, \
+     0, 0}
+#define KVF_PUSH_DESC_INIT \
+    {sizeof(kvf_push_desc), KVF_ABI_VERSION, 0, NULL, NULL, 0, NULL, \
+     sizeof(kvf_published_group), 0, NULL, sizeof(kvf_published_state), 0, NULL, 0, NULL, 0, 0, \
+     0}
+#define KVF_QUARANTINED_SLOT_INIT {0, 0, 0}
+#define KVF_RECEIVE_DESC_INIT \
+    {sizeof(kvf_receive_desc), KVF_ABI_VERSION, 0, {0, 0, 0}, NULL, sizeof(kvf_import_group), \
+     0, NULL, sizeof(kvf_import_state), 0, NULL, sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0}
+#define KVF_SECTION_DESC_INIT {NULL, 0, 0}
+#define KVF_SLOT_REF_INIT {0, 0}
+#define KVF_TENSOR_DESC_INIT {NULL, 0}
+#define KVF_TRANSFER_INFO_INIT \
+    {sizeof(kvf_transfer_info), KVF_ABI_VERSION, 0, 0, 0, 0, 0, 0, {0, 0, 0}, 0, 0, 0, {0}}
+#define KVF_VIEW_DESC_INIT \
+    {0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, sizeof(kvf_section_desc), 0, NULL, \
+     sizeof(kvf_tensor_desc), 0, 0, 0, 0, 0}
 
 #endif  /* KVFERRY_H */

@@ -134,13 +134,28 @@ impl Sources {
 
     fn initializer(&self, name: &str) -> String {
         let fields = self.structs[name].fields.iter().map(|field| {
-            match field.ident.as_ref().unwrap().to_string().as_str() {
+            let field_name = field.ident.as_ref().unwrap().to_string();
+            match field_name.as_str() {
                 "struct_size" => format!("sizeof({name})"),
                 "abi_version" => "KVF_ABI_VERSION".to_owned(),
-                _ => self.zero(&field.ty),
+                _ => match field_name.strip_suffix("_elem_size") {
+                    // The size that the caller was compiled with, so that nobody forgets it.
+                    Some(array) => format!("sizeof({})", self.element(name, array)),
+                    None => self.zero(&field.ty),
+                },
             }
         });
         format!("{{{}}}", fields.collect::<Vec<_>>().join(", "))
+    }
+
+    /// The struct that the array field `array` of `name` points to.
+    fn element(&self, name: &str, array: &str) -> String {
+        let mut fields = self.structs[name].fields.iter();
+        let field = fields.find(|field| field.ident.as_ref().unwrap() == array);
+        match field.map(|field| &field.ty) {
+            Some(syn::Type::Ptr(ptr)) => tokens(&ptr.elem),
+            _ => panic!("{name}.{array}_elem_size stands beside no array {array}"),
+        }
     }
 
     /// Every struct that C sees and fills: those with a head, and elements of arrays.

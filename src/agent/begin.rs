@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::api::{
@@ -20,6 +20,7 @@ use super::reader::{NewImport, NewJob, run_inline};
 use super::shared::{Shared, State, remember};
 use super::slots::GroupSlots;
 use super::ticket::{decode_ticket, entry_of, key};
+use crate::bail;
 use crate::error::{Result, Status};
 use crate::ids::{Epoch, PublicationId};
 use crate::layout::{GroupKind, Layout};
@@ -28,7 +29,6 @@ use crate::plan::{Binding, Pair, Request};
 use crate::session::End;
 use crate::transport::ReadJob;
 use crate::wire;
-use crate::bail;
 
 /// What an import wants, checked against our layout.
 #[derive(Debug)]
@@ -113,18 +113,13 @@ pub(super) fn import(
             "the ticket of {} is from engine {:?}, the peer is engine {engine:?} ({}): add that engine as a peer",
             key(ticket.key),
             incarnation(&ticket.engine).unwrap_or_default(),
-            peer.routes.first().map(|r| r.name.as_str()).unwrap_or_default()
+            peer.routes
+                .first()
+                .map(|r| r.name.as_str())
+                .unwrap_or_default()
         );
     }
-    if desc.prefix_tag != 0 && ticket.prefix_tag != 0 && desc.prefix_tag != ticket.prefix_tag {
-        bail!(
-            KVF_ERR_PREFIX_MISMATCH,
-            "{}: the prefix tag is {:#x} here and {:#x} at the source: the cached prefix is another one",
-            key(ticket.key),
-            desc.prefix_tag,
-            ticket.prefix_tag
-        );
-    }
+    check_prefix(desc.prefix_tag, &ticket)?;
     let mut state = shared.lock();
     let own = state.engine()?;
     let pairs: Vec<Arc<Pair>> = peer
@@ -312,10 +307,7 @@ pub(super) fn lease_of(entry: &wire::TicketEntry) -> Lease {
     }
 }
 
-pub(super) fn pool_map(
-    state: &State,
-    pools: &[u32],
-) -> BTreeMap<u32, Arc<crate::memory::Pool>> {
+pub(super) fn pool_map(state: &State, pools: &[u32]) -> BTreeMap<u32, Arc<crate::memory::Pool>> {
     let pool = |id: &u32| Some((*id, state.pools.get(id)?.pool.clone()));
     pools.iter().filter_map(pool).collect()
 }
@@ -337,6 +329,19 @@ pub(super) fn add_part_bytes(part_bytes: &mut [u64], bindings: &[(usize, Binding
     }
 }
 
+/// Both sides' prefix tags, if both are set.
+pub(super) fn check_prefix(ours: u64, ticket: &wire::Ticket) -> Result<()> {
+    if ours != 0 && ticket.prefix_tag != 0 && ours != ticket.prefix_tag {
+        bail!(
+            KVF_ERR_PREFIX_MISMATCH,
+            "{}: the prefix tag is {ours:#x} here and {:#x} at the source: the cached prefix is another one",
+            key(ticket.key),
+            ticket.prefix_tag
+        );
+    }
+    Ok(())
+}
+
 /// Checks groups against our layout, and that none is named twice.
 pub(super) fn check_wants(wants: &Wants, layout: &Layout, state: &State) -> Result<()> {
     let mut seen = Vec::new();
@@ -352,7 +357,11 @@ pub(super) fn check_wants(wants: &Wants, layout: &Layout, state: &State) -> Resu
             bail!(
                 KVF_ERR_INVALID_ARGUMENT,
                 "group {group} is {}: give it as one",
-                if paged { "a state group" } else { "a paged group" }
+                if paged {
+                    "a state group"
+                } else {
+                    "a paged group"
+                }
             );
         }
         if seen.contains(&group) {
@@ -420,7 +429,9 @@ pub(super) fn written_slots(wants: &Wants, layout: &Layout) -> Result<Vec<GroupS
         for (i, slot) in want.slots.iter().enumerate() {
             let ordinal = u64::from(group.ordinals.offset) + (first + i as u64) * stride;
             let begin = ordinal.saturating_mul(per_block);
-            if *slot >= 0 && begin.saturating_add(per_block) > want.skip_token && begin < want.token_end
+            if *slot >= 0
+                && begin.saturating_add(per_block) > want.skip_token
+                && begin < want.token_end
             {
                 slots.push(*slot as u32);
             }
@@ -436,7 +447,11 @@ pub(super) fn written_slots(wants: &Wants, layout: &Layout) -> Result<Vec<GroupS
     Ok(all)
 }
 
-pub(super) fn check_owned_only(owned: &[(u32, i32)], written: &[GroupSlots], state: &State) -> Result<()> {
+pub(super) fn check_owned_only(
+    owned: &[(u32, i32)],
+    written: &[GroupSlots],
+    state: &State,
+) -> Result<()> {
     for (group, slot) in owned {
         state
             .slots
@@ -498,7 +513,10 @@ pub(super) fn bind(
                 token_end: want.token_end,
             },
         );
-        bindings.push((part, binding.map_err(|e| e.context(format!("group {}", want.group)))?));
+        bindings.push((
+            part,
+            binding.map_err(|e| e.context(format!("group {}", want.group)))?,
+        ));
     }
     for (i, want) in wants.states.iter().enumerate() {
         if !pair.moves(want.group as usize) {
@@ -535,7 +553,10 @@ pub(super) fn bind(
             },
         );
         let part = wants.groups.len() + i;
-        bindings.push((part, binding.map_err(|e| e.context(format!("group {}", want.group)))?));
+        bindings.push((
+            part,
+            binding.map_err(|e| e.context(format!("group {}", want.group)))?,
+        ));
     }
     Ok(bindings)
 }

@@ -89,7 +89,12 @@ impl Cell {
                 false,
                 String::new(),
             ),
-            Some(end) => (outcome(end.status), end.status, state.safe, end.text.clone()),
+            Some(end) => (
+                outcome(end.status),
+                end.status,
+                state.safe,
+                end.text.clone(),
+            ),
         }
     }
 
@@ -155,7 +160,13 @@ impl Cell {
         self.tell(state, Notice::Ended, self.ended_kind, status);
     }
 
-    fn tell(&self, mut state: MutexGuard<'_, State>, notice: Notice, kind: EventKind, status: Status) {
+    fn tell(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        notice: Notice,
+        kind: EventKind,
+        status: Status,
+    ) {
         match state.observer.clone() {
             Some(observer) => {
                 drop(state);

@@ -213,7 +213,9 @@ impl Control {
         let now = self.shared.now();
         while let Some((at, timer)) = self.timers.pop_due(now) {
             match timer {
-                Timer::Publication(id) => self.publication_event(id, crate::session::source::Event::Tick),
+                Timer::Publication(id) => {
+                    self.publication_event(id, crate::session::source::Event::Tick)
+                }
                 Timer::Awaiting(key) => self.publications.forget_awaiting(key),
                 Timer::Import(id) => self.import_event(id, crate::session::reader::Event::Tick),
                 Timer::Notice(id) => self.notice_due(id),
@@ -291,7 +293,9 @@ impl Control {
                 entry.pool.close();
                 entry.released = true;
                 self.timers.set(Timer::Pool(*id), None);
-                self.shared.events.push(pool_event(*id, user_data, Status::KVF_OK));
+                self.shared
+                    .events
+                    .push(pool_event(*id, user_data, Status::KVF_OK));
             }
         }
     }
@@ -330,7 +334,9 @@ impl Control {
         self.shared
             .closed
             .store(true, std::sync::atomic::Ordering::Release);
-        self.shared.log.warn(format_args!("panic on a kvferry thread: {text}"));
+        self.shared
+            .log
+            .warn(format_args!("panic on a kvferry thread: {text}"));
         let end = End::new(
             Status::KVF_ERR_INTERNAL,
             format!("a kvferry thread panicked ({text}); destroy this agent"),
@@ -353,7 +359,10 @@ impl Control {
         for remote in self.remotes.into_values() {
             remote.close();
         }
-        while tokio::runtime::Handle::current().metrics().num_alive_tasks() > 0
+        while tokio::runtime::Handle::current()
+            .metrics()
+            .num_alive_tasks()
+            > 0
             && Instant::now() < deadline
         {
             tokio::time::sleep(Duration::from_millis(1)).await;

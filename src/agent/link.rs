@@ -14,8 +14,8 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::mpsc;
 
 use crate::error::{Error, Result, Status};
-use crate::transport::shm::fds::{MAX_FDS, try_recv, try_send};
 use crate::transport::shm::PeerProcess;
+use crate::transport::shm::fds::{MAX_FDS, try_recv, try_send};
 use crate::wire::{self, Body, Frame};
 
 /// Names a link in the agent.
@@ -42,7 +42,11 @@ impl Socket {
         }
     }
 
-    async fn io<R>(&self, interest: Interest, call: impl FnMut() -> io::Result<R>) -> io::Result<R> {
+    async fn io<R>(
+        &self,
+        interest: Interest,
+        call: impl FnMut() -> io::Result<R>,
+    ) -> io::Result<R> {
         match self {
             Self::Tcp(s) => s.async_io(interest, call).await,
             Self::Unix(s) => s.async_io(interest, call).await,
@@ -158,7 +162,9 @@ async fn read_frames(
     let max_fds = if socket.is_unix() { MAX_FDS } else { 0 };
     loop {
         let (n, mut new) = socket
-            .io(Interest::READABLE, || try_recv(socket.fd(), &mut buffer, max_fds))
+            .io(Interest::READABLE, || {
+                try_recv(socket.fd(), &mut buffer, max_fds)
+            })
             .await
             .map_err(|e| Error::os(Status::KVF_ERR_PEER_LOST, "control connection", &e))?;
         if n == 0 {
@@ -205,7 +211,11 @@ async fn write(
         while sent < bytes.len() {
             // Descriptors beyond one call's worth go with the next byte.
             let now = fds.len().min(MAX_FDS);
-            let end = if fds.len() > now { sent + 1 } else { bytes.len() };
+            let end = if fds.len() > now {
+                sent + 1
+            } else {
+                bytes.len()
+            };
             let result = socket
                 .io(Interest::WRITABLE, || {
                     let some: Vec<_> = fds[..now].iter().map(AsFd::as_fd).collect();

@@ -29,7 +29,7 @@ impl Log {
             && level <= self.level
         {
             // The sink may run on a caller's thread too; there the mark forbids calls from it.
-            let _mark = crate::observe::InCallback::enter();
+            let _mark = crate::observe::marks::InCallback::enter();
             sink(level, &text.to_string());
         }
     }
@@ -49,6 +49,8 @@ impl Log {
 
 impl fmt::Debug for Log {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Log").field("level", &self.level).finish_non_exhaustive()
+        f.debug_struct("Log")
+            .field("level", &self.level)
+            .finish_non_exhaustive()
     }
 }

@@ -54,7 +54,10 @@ pub(super) struct EngineInfo {
 impl EngineInfo {
     /// The engine's identity: its first rank's lifetime.
     pub fn id(&self) -> Incarnation {
-        self.ranks.first().map(|r| r.incarnation).unwrap_or_default()
+        self.ranks
+            .first()
+            .map(|r| r.incarnation)
+            .unwrap_or_default()
     }
 
     pub fn layouts(&self) -> Vec<Layout> {
@@ -126,7 +129,11 @@ pub(super) fn join(blobs: &[Vec<u8>]) -> Result<(EngineInfo, Vec<u8>)> {
 /// major version; `KVF_ERR_INVALID_ARGUMENT` for bytes that are no metadata.
 pub(super) fn decode_engine(bytes: &[u8], ours: &Invariants) -> Result<EngineInfo> {
     let (_, body) = open(bytes, Kind::Engine, Some(ours))?;
-    let ranks = body.ranks.iter().map(rank_info).collect::<Result<Vec<_>>>()?;
+    let ranks = body
+        .ranks
+        .iter()
+        .map(rank_info)
+        .collect::<Result<Vec<_>>>()?;
     if ranks.is_empty() {
         bail!(KVF_ERR_INVALID_ARGUMENT, "engine metadata without ranks");
     }
@@ -210,7 +217,10 @@ fn open(
     }
     let section = &bytes[HEAD..HEAD + invariants_len];
     if digest(section) != bytes[16..32] {
-        bail!(KVF_ERR_INVALID_ARGUMENT, "metadata is damaged: its digest does not fit");
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "metadata is damaged: its digest does not fit"
+        );
     }
     let theirs = wire::Invariants::decode(section)
         .map_err(|e| err!(KVF_ERR_INVALID_ARGUMENT, "metadata invariants: {e}"))?;
@@ -263,7 +273,11 @@ fn rank_info(m: &wire::AgentMetadata) -> Result<RankInfo> {
     let address = match m.address.as_str() {
         "" => None,
         text => Some(text.parse().map_err(|_| {
-            err!(KVF_ERR_INVALID_ARGUMENT, "agent {}: address {text:?}", m.name)
+            err!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "agent {}: address {text:?}",
+                m.name
+            )
         })?),
     };
     Ok(RankInfo {
@@ -401,7 +415,12 @@ fn group_message(group: &Group) -> wire::GroupLayout {
                 tensor_pools: v.tensors.iter().map(|t| t.pool).collect(),
                 tensor_offsets: v.tensors.iter().map(|t| t.offset).collect(),
                 slots: v.slots,
-                strides: vec![v.strides.slot, v.strides.layer, v.strides.token, v.strides.head],
+                strides: vec![
+                    v.strides.slot,
+                    v.strides.layer,
+                    v.strides.token,
+                    v.strides.head,
+                ],
             })
             .collect(),
     }
@@ -451,7 +470,10 @@ fn view(m: &wire::ViewLayout) -> Result<View> {
         <[u32; 4]>::try_from(m.sharding.as_slice()),
         <[u64; 4]>::try_from(m.strides.as_slice()),
     ) else {
-        bail!(KVF_ERR_INVALID_ARGUMENT, "a view without its shards or strides");
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "a view without its shards or strides"
+        );
     };
     if m.tensor_pools.len() != m.tensor_offsets.len() {
         bail!(

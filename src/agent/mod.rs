@@ -206,7 +206,9 @@ impl Agent {
     /// `KVF_ERR_STATE` if one is set, else what [`layout::validate`] finds.
     pub fn set_layout(&self, mut layout: Layout) -> Result<()> {
         if layout.fingerprint.is_empty() {
-            layout.fingerprint.clone_from(&self.shared.config.fingerprint);
+            layout
+                .fingerprint
+                .clone_from(&self.shared.config.fingerprint);
         }
         let mut state = self.shared.lock();
         if state.layout.is_some() {
@@ -225,7 +227,10 @@ impl Agent {
     pub fn metadata(&self) -> Result<Vec<u8>> {
         let state = self.shared.lock();
         let Some(layout) = &state.layout else {
-            bail!(KVF_ERR_STATE, "no layout yet: call kvf_agent_set_layout first");
+            bail!(
+                KVF_ERR_STATE,
+                "no layout yet: call kvf_agent_set_layout first"
+            );
         };
         let rank = metadata::RankInfo {
             incarnation: self.shared.incarnation,
@@ -292,7 +297,10 @@ impl Agent {
         let own = self.shared.lock().engine()?;
         let engine = metadata::decode_engine(engine_metadata, &own.invariants)?;
         if engine.index_of(self.shared.incarnation).is_some() {
-            bail!(KVF_ERR_INVALID_ARGUMENT, "this is our own engine's metadata");
+            bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "this is our own engine's metadata"
+            );
         }
         let plan = Plan::new(&engine.layouts(), &own.info.layouts(), Policy::Spread)?;
         let mut needed: Vec<usize> = plan.into_destination(own.index).map(|p| p.src).collect();
@@ -320,7 +328,10 @@ impl Agent {
     /// The route to a remote agent: the one that other handles use, unless that one is dead.
     fn route(&self, rank: &metadata::RankInfo) -> Arc<Route> {
         let mut state = self.shared.lock();
-        if let Some(route) = state.routes.get(&rank.incarnation).and_then(|r| r.upgrade())
+        if let Some(route) = state
+            .routes
+            .get(&rank.incarnation)
+            .and_then(|r| r.upgrade())
             && !matches!(route.get(), Some(Err(_)))
         {
             return route;

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::time::Duration;
 
 use super::api::{EventKind, PublishDesc, ReceiveDesc};

@@ -11,13 +11,13 @@ use super::control::Control;
 use super::notices::Finished;
 use super::peers::Route;
 use super::ticket::key;
+use crate::bail;
 use crate::error::{Result, Status};
 use crate::ids::{Epoch, Incarnation, PublicationId};
 use crate::plan::{Pair, Plan, Policy};
-use crate::session::source::Event;
 use crate::session::End;
+use crate::session::source::Event;
 use crate::wire::{self, Body};
-use crate::bail;
 
 #[derive(Default)]
 pub(super) struct Offers {
@@ -134,8 +134,15 @@ impl Control {
 
     /// The receiver is gone: pushes to it have failed.
     pub fn drop_pushes_to(&mut self, agent: Incarnation, end: &End) {
-        let to = |(_, (receiver, _)): &(&PublicationId, &(Incarnation, wire::Push))| *receiver == agent;
-        let ids: Vec<PublicationId> = self.offers.pushes.iter().filter(to).map(|(id, _)| *id).collect();
+        let to =
+            |(_, (receiver, _)): &(&PublicationId, &(Incarnation, wire::Push))| *receiver == agent;
+        let ids: Vec<PublicationId> = self
+            .offers
+            .pushes
+            .iter()
+            .filter(to)
+            .map(|(id, _)| *id)
+            .collect();
         for id in ids {
             self.publication_event(id, Event::Withdrawn(end.clone()));
         }

@@ -75,7 +75,9 @@ impl Route {
 
 impl std::fmt::Debug for Route {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Route").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("Route")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::begin::{ImportCell, Wants, add_part_bytes, bind, lease_of, resolve_ends};
+use super::begin::{ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_of, resolve_ends};
 use super::control::{Command, Control, Timer};
 use super::notices::Finished;
 use super::peers::Route;
@@ -54,10 +54,6 @@ impl Import {
     /// Ends the cell without the machine: the control thread itself is broken.
     pub fn fail_for_good(&self, end: &End) {
         self.new.cell.cell.end(end.clone());
-    }
-
-    pub fn cell(&self) -> &Arc<ImportCell> {
-        &self.new.cell
     }
 }
 
@@ -345,7 +341,12 @@ impl Control {
     pub fn on_push(&mut self, agent: Incarnation, push: &wire::Push) {
         let ticket = match decode_ticket(&push.ticket) {
             Ok(ticket) => ticket,
-            Err(e) => return self.shared.log.warn(format_args!("push from {agent:?}: {e}")),
+            Err(e) => {
+                return self
+                    .shared
+                    .log
+                    .warn(format_args!("push from {agent:?}: {e}"));
+            }
         };
         let Some(entry) = entry_of(&ticket, agent).cloned() else {
             return;
@@ -373,12 +374,16 @@ impl Control {
             return self.answer_ended_offer(agent, offer, ticket, entry);
         };
         self.ask_memory(agent);
-        let known = self.imports.get(&id).is_some_and(|i| !i.new.jobs.is_empty());
+        let known = self
+            .imports
+            .get(&id)
+            .is_some_and(|i| !i.new.jobs.is_empty());
         if !known {
             let (routes, pairs) = self.inward_pairs(agent, ticket.dp_rank)?;
             let Some(import) = self.imports.get_mut(&id) else {
                 return Ok(());
             };
+            check_prefix(import.new.wants.prefix_tag, ticket)?;
             resolve_ends(&mut import.new.wants, ticket)?;
             *lock(&import.new.cell.aux) = ticket.aux.clone();
             import.new.jobs = pairs

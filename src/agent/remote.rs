@@ -11,9 +11,6 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
-
 use super::api::{Event, EventKind};
 use super::control::{Command, Control, Timer};
 use super::link::{Incoming, Link, LinkId, Socket, connect, unix_name};
@@ -144,7 +141,10 @@ impl Control {
                 .values()
                 .any(|p| p.routes.iter().any(|r| r.incarnation == agent));
             if !shared_with && self.remotes.contains_key(&agent) {
-                let end = End::new(Status::KVF_ERR_PEER_LOST, "the peer was removed by this side");
+                let end = End::new(
+                    Status::KVF_ERR_PEER_LOST,
+                    "the peer was removed by this side",
+                );
                 self.sources_lost(agent, &end);
                 route.set(Some(Err(Error::new(end.status, end.text))));
                 if let Some(remote) = self.remotes.get_mut(&agent) {
@@ -343,11 +343,11 @@ impl Control {
             Err(e) => return refuse(link, e),
         };
         let agent = incarnation(&hello.incarnation)?;
-        let engine = decode_engine(&hello.engine, &own.invariants).and_then(|engine| {
-            match engine.index_of(agent) {
-                Some(index) => Ok((Arc::new(engine), index)),
-                None => bail!(KVF_ERR_PROTOCOL, "agent {agent:?} is no rank of its engine"),
-            }
+        let engine = decode_engine(&hello.engine, &own.invariants).and_then(|engine| match engine
+            .index_of(agent)
+        {
+            Some(index) => Ok((Arc::new(engine), index)),
+            None => bail!(KVF_ERR_PROTOCOL, "agent {agent:?} is no rank of its engine"),
         });
         let (engine, index) = match engine {
             Ok(known) => known,
@@ -489,7 +489,9 @@ impl Control {
         match &remote.state {
             LinkState::Up(up) if up.id == link => {
                 let ended = up.process.as_ref().is_some_and(|p| !p.is_alive());
-                self.shared.log.info(format_args!("link to {agent:?} closed: {e}"));
+                self.shared
+                    .log
+                    .info(format_args!("link to {agent:?} closed: {e}"));
                 let protocol = e.status == Status::KVF_ERR_PROTOCOL;
                 if ended || protocol {
                     return self.remote_lost(agent, End::new(e.status, e.text));
@@ -523,9 +525,11 @@ impl Control {
         if let LinkState::Up(link) | LinkState::Greeting(link, _) = &remote.state {
             self.link_owner.remove(&link.id);
         }
-        self.shared
-            .log
-            .warn(format_args!("agent {} is lost: {}", remote.info().name, end.text));
+        self.shared.log.warn(format_args!(
+            "agent {} is lost: {}",
+            remote.info().name,
+            end.text
+        ));
         remote
             .route
             .set(Some(Err(Error::new(end.status, end.text.clone()))));
@@ -534,7 +538,11 @@ impl Control {
         self.drop_notices(agent);
         self.drop_pushes_to(agent, &end);
         for peer in self.peers.values() {
-            if peer.needed.iter().any(|r| peer.routes[*r].incarnation == agent) {
+            if peer
+                .needed
+                .iter()
+                .any(|r| peer.routes[*r].incarnation == agent)
+            {
                 self.shared.events.push(Event {
                     kind: EventKind::PeerLost,
                     object: peer.id,
@@ -555,11 +563,6 @@ impl Control {
         if let Some(link) = self.remotes.get(&agent).and_then(Remote::link) {
             link.send(body);
         }
-    }
-
-    /// Whether the link to an agent is up.
-    pub fn is_up(&self, agent: Incarnation) -> bool {
-        self.remotes.get(&agent).is_some_and(|r| r.link().is_some())
     }
 
     pub fn say_goodbye(&self) {
@@ -614,9 +617,10 @@ impl Control {
     }
 
     fn refused(&mut self, agent: Incarnation, id: LinkId, refuse: wire::Refuse) {
-        let ours = self.remotes.get(&agent).is_some_and(
-            |r| matches!(&r.state, LinkState::Greeting(link, _) if link.id == id),
-        );
+        let ours = self
+            .remotes
+            .get(&agent)
+            .is_some_and(|r| matches!(&r.state, LinkState::Greeting(link, _) if link.id == id));
         let status = super::metadata::status(refuse.status);
         if !ours || status == Status::KVF_ERR_DUPLICATE {
             // The other side's own link is on its way.
@@ -660,13 +664,7 @@ impl Control {
     }
 
     /// A source's memory came: map it on a worker, since populating takes its time.
-    fn memory(
-        &mut self,
-        agent: Incarnation,
-        id: LinkId,
-        memory: wire::Memory,
-        fds: Vec<OwnedFd>,
-    ) {
+    fn memory(&mut self, agent: Incarnation, id: LinkId, memory: wire::Memory, fds: Vec<OwnedFd>) {
         let Some(remote) = self.remotes.get(&agent) else {
             return;
         };
@@ -713,10 +711,17 @@ impl Control {
                 .needed
                 .iter()
                 .all(|r| matches!(peer.routes[*r].get(), Some(Ok(_))));
-            let concerned = peer.needed.iter().any(|r| peer.routes[*r].incarnation == agent);
+            let concerned = peer
+                .needed
+                .iter()
+                .any(|r| peer.routes[*r].incarnation == agent);
             if concerned && (all || !ready) {
                 self.shared.events.push(Event {
-                    kind: if ready { EventKind::PeerReady } else { EventKind::PeerLost },
+                    kind: if ready {
+                        EventKind::PeerReady
+                    } else {
+                        EventKind::PeerLost
+                    },
                     object: peer.id,
                     user_data: peer.user_data,
                     key: Key::default(),
@@ -738,9 +743,7 @@ fn watch(
         return; // the heartbeats will tell
     };
     tokio::spawn(async move {
-        if let Ok(pidfd) = AsyncFd::with_interest(pidfd, Interest::READABLE)
-            && pidfd.readable().await.is_ok()
-        {
+        if crate::runtime::readable(pidfd).await.is_ok() {
             let _ = died.send(link);
         }
     });
@@ -775,8 +778,17 @@ fn make_path(
     } else {
         match shared::find(agent) {
             Some(source) => {
-                let pools = source.lock().pools.iter().map(|(id, e)| (*id, e.pool.clone())).collect();
-                return Ok(Arc::new(InprocPath::new(pools, source.leases.clone(), nonce)?));
+                let pools = source
+                    .lock()
+                    .pools
+                    .iter()
+                    .map(|(id, e)| (*id, e.pool.clone()))
+                    .collect();
+                return Ok(Arc::new(InprocPath::new(
+                    pools,
+                    source.leases.clone(),
+                    nonce,
+                )?));
             }
             None => bail!(KVF_ERR_PEER_LOST, "the agent in this process has ended"),
         }
@@ -811,7 +823,10 @@ fn shm_path(
         0 => None,
         _ => {
             let fd = next("the lease table".into())?;
-            Some(LeaseView::new(Mapping::new(fd.as_fd(), memory.lease_bytes)?)?)
+            Some(LeaseView::new(Mapping::new(
+                fd.as_fd(),
+                memory.lease_bytes,
+            )?)?)
         }
     };
     let mut pools = BTreeMap::new();

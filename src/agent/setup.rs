@@ -153,7 +153,10 @@ fn check(config: &AgentConfig) -> Result<SocketAddr> {
         .to_socket_addrs()
         .map_err(|e| err!(KVF_ERR_INVALID_ARGUMENT, "listen {listen:?}: {e}"))?;
     let Some(address) = addresses.next() else {
-        bail!(KVF_ERR_INVALID_ARGUMENT, "listen {listen:?} names no address");
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "listen {listen:?} names no address"
+        );
     };
     if !address.ip().is_loopback() {
         bail!(

@@ -8,10 +8,10 @@ use std::time::Instant;
 use tokio::sync::mpsc;
 
 use super::api::{AgentConfig, Event};
+use super::begin::ImportCell;
 use super::control::Command;
 use super::log::Log;
 use super::metadata::EngineInfo;
-use super::begin::ImportCell;
 use super::peers::Route;
 use super::slots::Slots;
 use super::source::PublicationCell;

@@ -243,7 +243,10 @@ mod tests {
         let err = s.begin_write(1, KEY, &[(0, vec![0, 4])]).unwrap_err();
         assert_eq!(err.status, KVF_ERR_OUT_OF_RANGE);
         assert_eq!(err.text, "slot 4 of group 0, which has 4 slots");
-        assert_eq!(s.begin_read(&[(2, vec![0])]).unwrap_err().status, KVF_ERR_OUT_OF_RANGE);
+        assert_eq!(
+            s.begin_read(&[(2, vec![0])]).unwrap_err().status,
+            KVF_ERR_OUT_OF_RANGE
+        );
         s.begin_write(2, KEY, &[(0, vec![0])]).unwrap();
     }
 }

@@ -102,7 +102,12 @@ impl Control {
         if let Some((receiver, offer)) = push {
             self.send_push(id, receiver, offer);
         }
-        for agent in self.publications.awaiting.remove(&id.key).unwrap_or_default() {
+        for agent in self
+            .publications
+            .awaiting
+            .remove(&id.key)
+            .unwrap_or_default()
+        {
             self.timers.set(Timer::Awaiting(id.key), None);
             self.claimed(agent, id);
             self.send_published(agent, id);

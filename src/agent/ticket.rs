@@ -123,10 +123,16 @@ mod tests {
             let err = decode_ticket(&bytes[..cut]).unwrap_err();
             assert_eq!(err.status, KVF_ERR_INVALID_ARGUMENT, "{cut}: {err}");
         }
-        assert_eq!(decode_offer(&bytes).unwrap_err().status, KVF_ERR_INVALID_ARGUMENT);
+        assert_eq!(
+            decode_offer(&bytes).unwrap_err().status,
+            KVF_ERR_INVALID_ARGUMENT
+        );
         let mut newer = bytes;
         newer[4] = 2;
-        assert_eq!(decode_ticket(&newer).unwrap_err().status, KVF_ERR_ABI_MISMATCH);
+        assert_eq!(
+            decode_ticket(&newer).unwrap_err().status,
+            KVF_ERR_ABI_MISMATCH
+        );
     }
 
     proptest! {

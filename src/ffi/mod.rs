@@ -11,16 +11,39 @@
 #![allow(non_camel_case_types)] // the C names are the names
 #![allow(rustdoc::broken_intra_doc_links)] // Doxygen's `@param[out]` is no link
 
-#[allow(dead_code)] // as `structs`
+mod agent;
 pub(crate) mod boundary;
+pub(crate) mod checks;
+mod engine;
+mod event;
+pub(crate) mod handle;
+mod import;
+mod layout;
+mod log;
+mod peer;
+mod plan;
+mod pool;
+mod publication;
 mod status;
-#[allow(dead_code, unused_macros, unused_imports)] // a tool box: each object's file takes its part
+#[allow(dead_code)] // a tool box: each object's file takes its part
 pub(crate) mod structs;
 mod testing;
+mod transfer;
 mod version;
 
 pub use crate::error::kvf_status;
+pub use agent::*;
+pub use engine::*;
+pub use event::*;
+pub use import::*;
+pub use layout::*;
+pub use log::*;
+pub use peer::*;
+pub use plan::*;
+pub use pool::*;
+pub use publication::*;
 pub use status::*;
 #[cfg(feature = "testing")]
 pub use testing::*;
+pub use transfer::*;
 pub use version::*;

@@ -368,10 +368,11 @@ impl<T: AbiStruct> OutArray<T> {
 }
 
 /// Gives the caller bytes: `cap` 0 asks for the size only (and takes nothing), otherwise all must
-/// fit. `needed` receives the size in both cases and may be NULL.
+/// fit. `needed` receives the size in both cases, and when they do not fit; it may be NULL.
 ///
 /// # Errors
-/// `KVF_ERR_INVALID_ARGUMENT` when they do not fit, with the size in the text; nothing is written.
+/// `KVF_ERR_OUT_OF_RANGE` when they do not fit, `KVF_ERR_INVALID_ARGUMENT` for NULL with a size;
+/// `buf` is untouched.
 ///
 /// # Safety
 /// `buf` must be NULL or point to `cap` writable bytes, `needed` must be NULL or writable.
@@ -382,27 +383,28 @@ pub(crate) unsafe fn put_bytes(
     bytes: &[u8],
     what: &str,
 ) -> Result<()> {
-    if cap != 0 {
-        if buf.is_null() {
-            crate::bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "{what} is NULL with a size of {cap}"
-            );
-        }
-        if bytes.len() > cap {
-            crate::bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "{what} has {cap} bytes, {} are needed; ask with size 0 first",
-                bytes.len()
-            );
-        }
-        // SAFETY: `cap` writable bytes by contract, and they suffice.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buf, bytes.len()) };
+    if cap != 0 && buf.is_null() {
+        crate::bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "{what} is NULL with a size of {cap}"
+        );
     }
     if !needed.is_null() {
         // SAFETY: writable by contract.
         unsafe { needed.write(bytes.len()) };
     }
+    if cap == 0 {
+        return Ok(());
+    }
+    if bytes.len() > cap {
+        crate::bail!(
+            KVF_ERR_OUT_OF_RANGE,
+            "{what} has {cap} bytes, {} are needed",
+            bytes.len()
+        );
+    }
+    // SAFETY: `cap` writable bytes by contract, and they suffice.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buf, bytes.len()) };
     Ok(())
 }
 

@@ -234,8 +234,12 @@ fn bytes_are_given_whole_or_not_at_all() {
         assert_eq!(needed, 3);
         needed = 99;
         let err = put_bytes(buf.as_mut_ptr(), 2, &mut needed, b"abc", "buf").unwrap_err();
+        assert_eq!(err.status, KVF_ERR_OUT_OF_RANGE);
+        assert_eq!((buf, needed), ([9; 4], 3), "the size, and nothing else");
+        needed = 99;
+        let err = put_bytes(null_mut(), 2, &mut needed, b"abc", "buf").unwrap_err();
         assert_eq!(err.status, KVF_ERR_INVALID_ARGUMENT);
-        assert_eq!((buf, needed), ([9; 4], 99), "untouched on error");
+        assert_eq!(needed, 99, "untouched on error");
         put_bytes(buf.as_mut_ptr(), 4, &mut needed, b"abc", "buf").unwrap();
         assert_eq!((buf, needed), (*b"abc\x09", 3));
         put_bytes(buf.as_mut_ptr(), 4, null_mut(), b"d", "buf").unwrap();

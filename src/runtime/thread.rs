@@ -45,7 +45,7 @@ pub fn spawn(
     let handle = std::thread::Builder::new()
         .name(name.clone())
         .spawn(move || {
-            crate::observe::mark_own_thread();
+            crate::observe::marks::mark_own_thread();
             bind(&cpus);
             body();
         })

@@ -305,6 +305,19 @@ impl DataPath for ShmPath {
         "shm"
     }
 
+    fn reason(&self) -> String {
+        let mapped = self
+            .pools
+            .values()
+            .filter(|p| matches!(p, PeerPool::Mapped(_)));
+        let mapped = mapped.count();
+        format!(
+            "same host ({}): {mapped} pools mapped, {} read by process_vm_readv",
+            self.peer.describe(),
+            self.pools.len() - mapped
+        )
+    }
+
     fn run(&self, job: &ReadJob) -> Result<()> {
         let max_bytes = batch_bytes(job);
         let (mut batch, mut buffers) = (Vec::new(), Buffers::default());
