@@ -33,16 +33,10 @@ kvferry::View view_of(const View& from, const std::vector<kvferry::Pool>& pools)
   return to;
 }
 
-// A sequence's slots in kvferry's words. Block lists count from the sequence's first block; those
-// before a window are not held, -1.
+// A sequence's slots in kvferry's words, which both sides use.
 struct Slots {
-  std::vector<std::vector<std::int32_t>> lists;
-  struct Paged {
-    std::uint32_t group;
-    std::size_t list;
-    std::uint64_t token_begin, token_end;
-  };
-  std::vector<Paged> paged;
+  std::vector<std::vector<std::int32_t>> lists;  // what `paged` points to
+  std::vector<kvf_published_group> paged;
   std::vector<kvf_published_state> states;
 
   Slots(const Cache& cache, const SequenceSlots& held) {
@@ -53,10 +47,10 @@ struct Slots {
         states.push_back({g.group, static_cast<std::int32_t>(g.slots.at(0)), g.token_end});
         continue;
       }
-      std::vector<std::int32_t> list(g.token_begin / group.tokens_per_block, -1);
-      list.insert(list.end(), g.slots.begin(), g.slots.end());
-      paged.push_back({g.group, lists.size(), g.token_begin, g.token_end});
-      lists.push_back(std::move(list));
+      lists.emplace_back(g.slots.begin(), g.slots.end());
+      paged.push_back(kvferry::published(g.group, lists.back(), g.token_begin, g.token_end));
+      // A sliding window's table begins with the first block that is still held.
+      paged.back().first_ordinal = g.token_begin / group.tokens_per_block;
     }
   }
 };
@@ -126,8 +120,7 @@ std::string PrefillSide::publish(const Key& key, const SequenceSlots& held) {
   const Slots slots(o.cache, held);
   kvferry::Offer offer;
   offer.key = kvferry::key(key.request, key.attempt);
-  for (const Slots::Paged& p : slots.paged)
-    offer.groups.push_back(kvferry::published(p.group, slots.lists[p.list], p.token_begin, p.token_end));
+  offer.groups = slots.paged;
   offer.states = slots.states;
   kvferry::Publication publication = o.agent.publish(offer);
   std::string ticket = text(publication.ticket());
@@ -168,8 +161,8 @@ TransferReport DecodeSide::pull(const Key&, const std::vector<std::string>& tick
   Objects& o = *objects_;
   const Slots slots(o.cache, wanted);
   kvferry::Import import;
-  for (const Slots::Paged& p : slots.paged)
-    import.groups.push_back(kvferry::wanted(p.group, slots.lists[p.list], p.token_begin, p.token_end));
+  for (const kvf_published_group& p : slots.paged)
+    import.groups.push_back({p.group, 0, p.slots, p.num_slots, p.first_ordinal, p.token_begin, p.token_end});
   for (const kvf_published_state& s : slots.states) import.states.push_back({s.group, s.slot, s.as_of_token});
   import.deadline = timeout;
   // The ticket of one rank is enough: kvferry asks the others for what it needs from them.
