@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <stdexcept>
 
 #include <getopt.h>
@@ -139,7 +140,7 @@ Report run(const Options& options) {
     const Spoil spoil = plan[attempt].spoil;
     const Key key{1, attempt};
     std::vector<std::string> tickets;
-    double published_at = 0;
+    double published_at = std::numeric_limits<double>::infinity();  // of the first rank
     if (spoil != Spoil::leave_transfer_out) {
       context.send_all(Message(attempt == 0 ? Kind::prefill : Kind::republish)
                            .number(key.request)
@@ -152,7 +153,7 @@ Report run(const Options& options) {
         first = static_cast<Token>(published.number());
         const std::uint64_t blocks = published.number();
         const double prefill = published.real();
-        published_at = std::max(published_at, published.real());
+        published_at = std::min(published_at, published.real());
         if (attempt > 0) continue;
         report.blocks += blocks;
         report.prefill_seconds = std::max(report.prefill_seconds, prefill);

@@ -74,7 +74,14 @@ std::string as_table(const Report& r) {
   out += row("prompt tokens", grouped(r.prompt_tokens));
   out += row("blocks", grouped(r.blocks));
   out += row("bytes", grouped(r.bytes) + format("  (%.1f MiB)", static_cast<double>(r.bytes) / (1 << 20)));
-  out += row("transport", r.transport + (r.why.empty() ? "" : ": " + r.why));
+  // One line per source rank: kvferry separates them by "; ".
+  std::string name = "transport";
+  for (std::size_t at = 0; at < r.why.size(); name.clear()) {
+    const std::size_t end = std::min(r.why.find("; ", at), r.why.size());
+    out += row(name, r.why.substr(at, end - at));
+    at = end + 2;
+  }
+  if (r.why.empty()) out += row(name, r.transport);
   out += row("publish", duration(r.publish_seconds));
   out += row("transfer", duration(r.transfer_seconds) + format("  (%.2f GB/s)", r.gigabytes_per_second()));
   out += row("taken by the engine", duration(r.resume_seconds));
