@@ -331,6 +331,17 @@ fn structs_of_the_abi_follow_its_rules() {
             let cfg = field.attrs.iter().any(|attr| attr.path().is_ident("cfg"));
             assert!(!cfg, "{name}: a field must not depend on a feature");
         }
+        let layout = include_str!("../cpp_tests/struct_layout.inc");
+        let size = format!("SIZE({name}, ");
+        let offsets = fields
+            .iter()
+            .map(|(field, _)| format!("OFFSET({name}, {field}, "));
+        for row in std::iter::once(size).chain(offsets) {
+            assert!(
+                layout.contains(&row),
+                "no row in cpp_tests/struct_layout.inc: {row}"
+            );
+        }
     }
 }
 
