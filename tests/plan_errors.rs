@@ -117,6 +117,11 @@ fn bad_groups() {
         "group 0: ordinals start at 2 with stride 2; the offset must be below the stride (all blocks: 0 and 1)",
     );
     bad_layout(
+        |l| l.groups[0].ordinals.stride = 5000,
+        KVF_ERR_INVALID_ARGUMENT,
+        "group 0: ordinals have stride 5000; at most 4096 is supported",
+    );
+    bad_layout(
         |l| l.groups[0].ordinals.stride = 0,
         KVF_ERR_INVALID_ARGUMENT,
         "group 0: ordinals start at 0 with stride 0; the offset must be below the stride (all blocks: 0 and 1)",

@@ -166,6 +166,7 @@ impl Piece {
         let token = self.token;
         let ratio = meeting.ratio();
         // Over fine blocks one side steps through slots, the other through the tokens of a block.
+        // (Saturation cannot be seen: with so few slots `count` is 1 and the axis is dropped.)
         let (blocks, fines) = if ratio == 1 {
             (Dim { count, src, dst }, self.planes)
         } else if meeting.src.ratio > 1 {
@@ -174,7 +175,7 @@ impl Piece {
                 Dim {
                     count,
                     src,
-                    dst: dst * ratio,
+                    dst: dst.saturating_mul(ratio),
                 },
                 Dim {
                     count: len,
@@ -187,7 +188,7 @@ impl Piece {
             (
                 Dim {
                     count,
-                    src: src * ratio,
+                    src: src.saturating_mul(ratio),
                     dst,
                 },
                 Dim {

@@ -5,7 +5,8 @@
 //!
 //! The steps: [`reshard`] intersects what the ranks hold and elects one source for every byte,
 //! [`proof`] checks the result against the destination layouts, [`lower`] turns rectangles of
-//! layers and heads into strided pieces, [`bind`] adds slots and a token range.
+//! layers and heads into strided pieces, [`bind`] adds slots and a token range ([`table`] pairs the
+//! blocks, [`meeting`] knows which ones two ranks both own).
 
 mod bind;
 mod explain;
@@ -14,6 +15,7 @@ mod lower;
 mod meeting;
 mod proof;
 mod reshard;
+mod table;
 
 use std::sync::Arc;
 
