@@ -90,7 +90,7 @@
 #define KVF_DIRECTION_PULL 0
 
 /**
- * The source writes. Not served yet.
+ * The source writes. Not served by kvf_import_begin() yet.
  */
 #define KVF_DIRECTION_PUSH 1
 
@@ -1077,9 +1077,9 @@ typedef struct kvf_push_desc {
    */
   uint32_t abi_version;
   /**
-   * Larger is served first; 0 = normal.
+   * Must be 0.
    */
-  int32_t priority;
+  uint32_t reserved;
   /**
    * The engine that the offer comes from.
    */
@@ -1745,8 +1745,8 @@ KVF_NOEXCEPT;
  *
  * @param agent       The agent, or NULL.
  * @param timeout_ns  Longest wait for running copies and threads, in ns; 0 = none.
- * @return KVF_OK when no memory of the caller can be written any more; otherwise an error whose
- *         text lists the slots that are still in quarantine.
+ * @return KVF_OK: no memory of the caller is touched any more; KVF_ERR_DEADLINE: a thread was
+ *         still busy and was left behind, slots of running transfers must not be reused.
  *
  * # Safety
  * @p agent must be live or NULL, and no other call on it may be running or follow.
@@ -1860,7 +1860,8 @@ KVF_NOEXCEPT;
  * @param[out] engine  Receives the engine; end it with kvf_engine_destroy().
  * @return KVF_OK; KVF_ERR_STATE before the layout or the second time; KVF_ERR_GROUP_LOST when
  *         `exchange` failed; KVF_ERR_INCOMPATIBLE when a part of the model is missing or the
- *         ranks contradict each other; KVF_ERR_PROTOCOL for metadata that is none.
+ *         ranks contradict each other; KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata and
+ *         when this agent's own is not among them; KVF_ERR_DUPLICATE for a rank given twice.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
@@ -1976,13 +1977,15 @@ kvf_status kvf_import_begin(struct kvf_agent *agent,
 KVF_NOEXCEPT;
 
 /**
- * Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. Not
- * served yet.
+ * Opens slots for a push; kvf_transfer_offer() then gives the bytes that travel to the sender.
  *
- * @param      agent     The agent.
+ * The transfer ends as a pull does. On one host it is this side that copies, on the sender's
+ * notice, so that no process writes another's memory. Never blocks.
+ *
+ * @param      agent     An agent with an engine.
  * @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
  * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return KVF_ERR_UNSUPPORTED, after the arguments' errors.
+ * @return As kvf_import_begin().
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
@@ -1994,13 +1997,17 @@ kvf_status kvf_receive_begin(struct kvf_agent *agent,
 KVF_NOEXCEPT;
 
 /**
- * Begins to write into slots that the destination opened. Mirrors Megatron-LM's
- * `begin_push_blocks`. Not served yet.
+ * Begins to write into slots that the destination opened: what the offer skips is skipped here.
  *
- * @param      agent     The agent.
+ * Mirrors Megatron-LM's `begin_push_blocks`. The slots must stay unchanged until the transfer has
+ * ended with memory safe. Never blocks.
+ *
+ * @param      agent     An agent with an engine.
  * @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
  * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return KVF_ERR_UNSUPPORTED, after the arguments' errors.
+ * @return As kvf_publish(); KVF_ERR_INVALID_ARGUMENT also for bytes that are no offer, for an
+ *         offer of another engine and for a group that the destination wants and that is not
+ *         pushed; KVF_ERR_PEER_LOST.
  *
  * # Safety
  * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
@@ -2047,8 +2054,8 @@ kvf_status kvf_layout_destroy(struct kvf_layout *layout) KVF_NOEXCEPT;
  *
  * @param     agent   The agent.
  * @param[in] layout  A layout over pools of this agent. Copied.
- * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT or KVF_ERR_OUT_OF_RANGE with group, view, layer and
- *         numbers in kvf_last_error(); KVF_ERR_STATE when a layout was set before.
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_DUPLICATE or KVF_ERR_OUT_OF_RANGE with group,
+ *         view, layer and numbers in kvf_last_error(); KVF_ERR_STATE when a layout was set before.
  *
  * # Safety
  * @p agent and @p layout must be live.
@@ -2069,8 +2076,9 @@ KVF_NOEXCEPT;
  * @param      user_data        Returned in the peer's events.
  * @param[out] peer             Receives the peer; end it with kvf_peer_destroy().
  * @return KVF_OK; KVF_ERR_INCOMPATIBLE with the field and both values when the caches do not fit,
- *         before any data moves; KVF_ERR_STATE before kvf_engine_create(); KVF_ERR_PROTOCOL for
- *         bytes that are no metadata; KVF_ERR_DUPLICATE when it was added before.
+ *         before any data moves; KVF_ERR_STATE before kvf_engine_create();
+ *         KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata and for this agent's own engine;
+ *         KVF_ERR_ABI_MISMATCH for metadata of another major version.
  *
  * # Safety
  * @p agent must be live, @p engine_metadata point to @p metadata_bytes readable bytes, @p peer be
@@ -2287,11 +2295,11 @@ kvf_status kvf_pool_query(const struct kvf_pool *pool, struct kvf_pool_info *inf
 /**
  * Ends a pool's handle, taking the pool back if kvf_pool_unregister_begin() did not.
  *
- * Memory that kvferry made is unmapped when nothing uses it any more; the caller must not touch
- * it from now on. Memory of the caller may be freed when this returns KVF_OK.
+ * The caller must not touch memory that kvferry made from now on; it is unmapped when nothing
+ * uses it any more. Memory of the caller may be freed when this returns KVF_OK.
  *
  * @param pool  The pool, or NULL.
- * @return KVF_OK: released; KVF_IN_PROGRESS: still used by a publication or transfer,
+ * @return KVF_OK: released; KVF_IN_PROGRESS: a publication or transfer still uses it, and
  *         KVF_EVENT_POOL_RELEASED follows. The handle is gone in both cases.
  *
  * # Safety
@@ -2388,7 +2396,8 @@ kvf_status kvf_publication_release(struct kvf_publication *publication) KVF_NOEX
 
 /**
  * Ends a publication's handle. The offer itself stays until its readers have finished or its
- * lease ends, and its event still comes: call kvf_publication_release() before to take it back.
+ * lease ends, but nobody is told any more: its events are withdrawn. To take the offer back, or
+ * to know when its slots may be reused, release it and wait before.
  *
  * @param publication  The publication, or NULL.
  * @return KVF_OK.
@@ -2576,14 +2585,14 @@ kvf_status kvf_transfer_aux(const struct kvf_transfer *transfer,
 KVF_NOEXCEPT;
 
 /**
- * Gives the offer of a receive: the bytes that the sender's kvf_push_begin() needs. Not served
- * yet.
+ * Gives the offer of a receive: the bytes that the sender's kvf_push_begin() needs.
  *
  * @param      transfer  A transfer of kvf_receive_begin().
  * @param[out] buf       Receives the bytes; may be NULL when @p cap is 0.
  * @param      cap       Size of @p buf in bytes; 0 only asks for the size.
  * @param[out] needed    Receives the size, also when @p buf is too small; may be NULL.
- * @return KVF_ERR_UNSUPPORTED.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small (it stays untouched);
+ *         KVF_ERR_STATE for a transfer that is no receive.
  *
  * # Safety
  * @p transfer must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
@@ -2610,7 +2619,7 @@ kvf_status kvf_transfer_stream_wait(struct kvf_transfer *transfer, void *stream)
 
 /**
  * Ends a transfer's handle. A running transfer is cancelled and detached: its slots stay in
- * kvf_agent_quarantine() until they are safe.
+ * kvf_agent_quarantine() until they are safe. Its events that were not taken yet are withdrawn.
  *
  * @param transfer  The transfer, or NULL.
  * @return KVF_OK.

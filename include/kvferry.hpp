@@ -400,6 +400,12 @@ class Transfer : public Object<kvf_transfer, kvf_transfer_destroy> {
       return kvf_transfer_aux(c(), buf, cap, needed);
     });
   }
+  // What the sender of a push needs; only of a receive_begin().
+  Bytes offer() const {
+    return detail::collect<Bytes>([this](void* buf, std::size_t cap, std::size_t* needed) {
+      return kvf_transfer_offer(c(), buf, cap, needed);
+    });
+  }
   // kvf_transfer_stream_wait().
   void stream_wait(void* stream) { check(kvf_transfer_stream_wait(c(), stream)); }
 };
@@ -662,6 +668,43 @@ class Agent {
     desc.token_end = token_end;
     desc.deadline_ns = detail::ns(deadline);
     return Transfer(make<Transfer::Owner>(kvf_pull_begin, agent_, &desc));
+  }
+
+  // kvf_receive_begin(): opens slots for a push.
+  Transfer receive_begin(kvf_key request, const Import& what) {
+    kvf_receive_desc desc = KVF_RECEIVE_DESC_INIT;
+    desc.key = request;
+    desc.groups = what.groups.data();
+    desc.num_groups = what.groups.size();
+    desc.states = what.states.data();
+    desc.num_states = what.states.size();
+    desc.owned_only = what.owned_only.data();
+    desc.num_owned_only = what.owned_only.size();
+    desc.stream = what.stream;
+    desc.deadline_ns = detail::ns(what.deadline);
+    desc.priority = what.priority;
+    desc.prefix_tag = what.prefix_tag;
+    desc.user_data = what.user_data;
+    return Transfer(make<Transfer::Owner>(kvf_receive_begin, agent_, &desc));
+  }
+  // kvf_push_begin(); key, claim and lease of `what` are not used.
+  Transfer push_begin(const Peer& peer, const Bytes& offer, const Offer& what,
+                      Nanoseconds deadline = Nanoseconds(0)) {
+    kvf_push_desc desc = KVF_PUSH_DESC_INIT;
+    desc.peer = peer.c();
+    desc.offer = offer.data();
+    desc.offer_bytes = offer.size();
+    desc.groups = what.groups.data();
+    desc.num_groups = what.groups.size();
+    desc.states = what.states.data();
+    desc.num_states = what.states.size();
+    desc.stream = what.stream;
+    desc.deadline_ns = detail::ns(deadline);
+    desc.aux = what.aux.data();
+    desc.aux_bytes = what.aux.size();
+    desc.prefix_tag = what.prefix_tag;
+    desc.user_data = what.user_data;
+    return Transfer(make<Transfer::Owner>(kvf_push_begin, agent_, &desc));
   }
 
   // kvf_ticket_hold().

@@ -133,6 +133,7 @@ impl Agent {
             users: 0,
             leaving: None,
             released: false,
+            discarded: false,
         };
         state.pools.insert(id, entry);
         Ok(id)
@@ -197,6 +198,27 @@ impl Agent {
         };
         drop(entry);
         Ok(())
+    }
+
+    /// Ends a pool's handle: forgets it now (`KVF_OK`: it may be freed), or when the operations
+    /// that still use it have ended (`KVF_IN_PROGRESS`; `PoolReleased` tells when).
+    pub fn discard_pool(&self, pool: u32, user_data: u64) -> Status {
+        let mut state = self.shared.lock();
+        let Some(entry) = state.pools.get_mut(&pool) else {
+            return Status::KVF_OK;
+        };
+        entry.leaving.get_or_insert(user_data);
+        entry.discarded = true;
+        if entry.users > 0 {
+            return Status::KVF_IN_PROGRESS;
+        }
+        let entry = state.pools.remove(&pool);
+        drop(state);
+        if let Some(entry) = entry {
+            // Readers in this process may be in the middle of a piece; it is short.
+            entry.pool.close();
+        }
+        Status::KVF_OK
     }
 
     /// Says what this rank holds; once, before metadata and operations. An empty fingerprint is

@@ -10,10 +10,12 @@ use super::checks::{must_be_zero, no_stream, read_blob};
 use super::event::kvf_key;
 use super::handle::Object;
 use super::peer::kvf_peer;
-use super::publication::{kvf_published_group, kvf_published_state};
+use super::publication::{
+    kvf_published_group, kvf_published_state, read_published_groups, read_published_states,
+};
 use super::structs::{Out, abi_struct, read, read_array, read_plain, view};
 use super::transfer::kvf_transfer;
-use crate::agent::{ImportDesc, ImportGroup, ImportState};
+use crate::agent::{ImportDesc, ImportGroup, ImportState, PublishDesc, ReceiveDesc};
 use crate::bail;
 use crate::error::{Result, kvf_status};
 
@@ -24,7 +26,7 @@ pub const KVF_AS_OF_ANY: u64 = 0xffff_ffff_ffff_ffff;
 
 /// The destination reads (default).
 pub const KVF_DIRECTION_PULL: u32 = 0;
-/// The source writes. Not served yet.
+/// The source writes. Not served by kvf_import_begin() yet.
 pub const KVF_DIRECTION_PUSH: u32 = 1;
 
 /// Blocks of one paged group to fill.
@@ -230,8 +232,8 @@ pub struct kvf_push_desc {
     pub struct_size: usize,
     /// KVF_ABI_VERSION.
     pub abi_version: u32,
-    /// Larger is served first; 0 = normal.
-    pub priority: i32,
+    /// Must be 0.
+    pub reserved: u32,
     /// The engine that the offer comes from.
     pub peer: *const kvf_peer,
     /// The offer's bytes: kvf_transfer_offer() of the destination. Not kept.
@@ -264,7 +266,7 @@ pub struct kvf_push_desc {
     pub user_data: u64,
 }
 abi_struct!(head kvf_push_desc {
-    struct_size, abi_version, priority, peer, offer, offer_bytes, groups, groups_elem_size,
+    struct_size, abi_version, reserved, peer, offer, offer_bytes, groups, groups_elem_size,
     num_groups, states, states_elem_size, num_states, stream, deadline_ns, aux, aux_bytes,
     prefix_tag, user_data,
 });
@@ -317,10 +319,10 @@ pub unsafe extern "C" fn kvf_pull_begin(
         let group = ImportGroup {
             group: desc.group,
             slots,
+            first_ordinal: desc.first_ordinal,
             skip_token: desc.skip_token,
             token_end: desc.token_end,
         };
-        from_zero(desc.first_ordinal, "desc")?;
         wants_tokens(&group, "desc")?;
         let import = ImportDesc {
             ticket,
@@ -333,7 +335,7 @@ pub unsafe extern "C" fn kvf_pull_begin(
             user_data: desc.user_data,
         };
         let core = agent.core.import_begin(&peer, import)?;
-        out.set_handle(kvf_transfer(Object::child(&agent, core)));
+        out.set_handle(kvf_transfer(Object::child(&agent, core), None));
         Ok(())
     })
 }
@@ -373,7 +375,8 @@ pub unsafe extern "C" fn kvf_import_begin(
             KVF_DIRECTION_PULL => {}
             KVF_DIRECTION_PUSH => bail!(
                 KVF_ERR_UNSUPPORTED,
-                "desc.direction is KVF_DIRECTION_PUSH, which is not served yet; pull"
+                "desc.direction is KVF_DIRECTION_PUSH, which is not served yet; use \
+                 kvf_receive_begin() for the destination and kvf_push_begin() for the source"
             ),
             unknown => bail!(
                 KVF_ERR_INVALID_ARGUMENT,
@@ -401,18 +404,20 @@ pub unsafe extern "C" fn kvf_import_begin(
             }
         };
         let core = agent.core.import_begin(&peer, import)?;
-        out.set_handle(kvf_transfer(Object::child(&agent, core)));
+        out.set_handle(kvf_transfer(Object::child(&agent, core), None));
         Ok(())
     })
 }
 
-/// Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. Not
-/// served yet.
+/// Opens slots for a push; kvf_transfer_offer() then gives the bytes that travel to the sender.
 ///
-/// @param      agent     The agent.
+/// The transfer ends as a pull does. On one host it is this side that copies, on the sender's
+/// notice, so that no process writes another's memory. Never blocks.
+///
+/// @param      agent     An agent with an engine.
 /// @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
 /// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return KVF_ERR_UNSUPPORTED, after the arguments' errors.
+/// @return As kvf_import_begin().
 ///
 /// # Safety
 /// @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
@@ -423,29 +428,48 @@ pub unsafe extern "C" fn kvf_receive_begin(
     desc: *const kvf_receive_desc,
     transfer: *mut *mut kvf_transfer,
 ) -> kvf_status {
-    guard::<()>(|| {
+    guard(|| {
         // SAFETY: the caller's contract.
-        let _agent = unsafe { view(agent, "agent") }?.0.enter("agent")?;
+        let agent = unsafe { view(agent, "agent") }?.0.enter("agent")?;
         // SAFETY: the caller's contract.
         let desc = unsafe { read(desc, "desc") }?;
         // SAFETY: the caller's contract.
-        let _out = unsafe { Out::new(transfer, "transfer") }?;
+        let out = unsafe { Out::new(transfer, "transfer") }?;
         no_stream(desc.stream, "desc.stream")?;
-        desc.key.read("desc.key")?;
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "push is not served yet; publish at the source and pull"
-        )
+        // SAFETY: the caller's contract.
+        let receive = unsafe {
+            ReceiveDesc {
+                key: desc.key.read("desc.key")?,
+                groups: read_import_groups(desc.groups, desc.num_groups, desc.groups_elem_size)?,
+                states: read_import_states(desc.states, desc.num_states, desc.states_elem_size)?,
+                owned_only: read_owned_only(
+                    desc.owned_only,
+                    desc.num_owned_only,
+                    desc.owned_only_elem_size,
+                )?,
+                deadline: Duration::from_nanos(desc.deadline_ns),
+                priority: desc.priority,
+                prefix_tag: desc.prefix_tag,
+                user_data: desc.user_data,
+            }
+        };
+        let (core, offer) = agent.core.receive_begin(receive, None)?;
+        out.set_handle(kvf_transfer(Object::child(&agent, core), Some(offer)));
+        Ok(())
     })
 }
 
-/// Begins to write into slots that the destination opened. Mirrors Megatron-LM's
-/// `begin_push_blocks`. Not served yet.
+/// Begins to write into slots that the destination opened: what the offer skips is skipped here.
 ///
-/// @param      agent     The agent.
+/// Mirrors Megatron-LM's `begin_push_blocks`. The slots must stay unchanged until the transfer has
+/// ended with memory safe. Never blocks.
+///
+/// @param      agent     An agent with an engine.
 /// @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
 /// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return KVF_ERR_UNSUPPORTED, after the arguments' errors.
+/// @return As kvf_publish(); KVF_ERR_INVALID_ARGUMENT also for bytes that are no offer, for an
+///         offer of another engine and for a group that the destination wants and that is not
+///         pushed; KVF_ERR_PEER_LOST.
 ///
 /// # Safety
 /// @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
@@ -456,35 +480,36 @@ pub unsafe extern "C" fn kvf_push_begin(
     desc: *const kvf_push_desc,
     transfer: *mut *mut kvf_transfer,
 ) -> kvf_status {
-    guard::<()>(|| {
+    guard(|| {
         // SAFETY: the caller's contract.
         let agent = unsafe { view(agent, "agent") }?.0.enter("agent")?;
         // SAFETY: the caller's contract.
         let desc = unsafe { read(desc, "desc") }?;
         // SAFETY: the caller's contract.
-        let _out = unsafe { Out::new(transfer, "transfer") }?;
+        let out = unsafe { Out::new(transfer, "transfer") }?;
+        must_be_zero(desc.reserved, "desc.reserved")?;
         no_stream(desc.stream, "desc.stream")?;
         // SAFETY: the caller's contract.
         let peer = unsafe { view(desc.peer, "desc.peer") }?.0.enter("peer")?;
         peer.must_belong_to(&agent, "desc.peer")?;
         // SAFETY: the caller's contract.
-        unsafe { read_blob(desc.offer, desc.offer_bytes, "desc.offer") }?;
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "push is not served yet; publish here and let the destination pull"
-        )
+        let (offer, push) = unsafe {
+            let offer = read_blob(desc.offer, desc.offer_bytes, "desc.offer")?;
+            let push = PublishDesc {
+                groups: read_published_groups(desc.groups, desc.num_groups, desc.groups_elem_size)?,
+                states: read_published_states(desc.states, desc.num_states, desc.states_elem_size)?,
+                aux: read_plain(desc.aux.cast::<u8>(), desc.aux_bytes, "desc.aux")?,
+                prefix_tag: desc.prefix_tag,
+                user_data: desc.user_data,
+                ..PublishDesc::default()
+            };
+            (offer, push)
+        };
+        let deadline = Duration::from_nanos(desc.deadline_ns);
+        let core = agent.core.push_begin(&peer, &offer, push, deadline, None)?;
+        out.set_handle(kvf_transfer(Object::child(&agent, core), None));
+        Ok(())
     })
-}
-
-/// Refuses a table that starts later, which the core does not take yet.
-pub(crate) fn from_zero(first_ordinal: u64, place: &str) -> Result<()> {
-    if first_ordinal != 0 {
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "{place}.first_ordinal is {first_ordinal}, only 0 is served yet"
-        );
-    }
-    Ok(())
 }
 
 /// Refuses a group that names blocks and, by a forgotten field, no token: it would succeed
@@ -520,17 +545,16 @@ pub(crate) unsafe fn read_import_groups(
         .map(|(i, group)| {
             let place = format!("desc.groups[{i}]");
             must_be_zero(group.reserved, &format!("{place}.reserved"))?;
-            let first_ordinal = group.first_ordinal;
             let group = ImportGroup {
                 group: group.group,
                 // SAFETY: the caller's contract.
                 slots: unsafe {
                     read_plain(group.slots, group.num_slots, &format!("{place}.slots"))
                 }?,
+                first_ordinal: group.first_ordinal,
                 skip_token: group.skip_token,
                 token_end: group.token_end,
             };
-            from_zero(first_ordinal, &place)?;
             wants_tokens(&group, &place)?;
             Ok(group)
         })

@@ -32,7 +32,7 @@ const _: () = {
 };
 
 /// A running or ended pull, import, receive or push. Any thread may use it, several at once.
-pub struct kvf_transfer(pub(crate) Object<Transfer>);
+pub struct kvf_transfer(pub(crate) Object<Transfer>, pub(crate) Option<Vec<u8>>);
 
 /// What kvf_transfer_query() tells. Outcome and safety are separate: a transfer that has failed
 /// may still be written to, and then its slots must not be reused.
@@ -264,14 +264,14 @@ pub unsafe extern "C" fn kvf_transfer_aux(
     })
 }
 
-/// Gives the offer of a receive: the bytes that the sender's kvf_push_begin() needs. Not served
-/// yet.
+/// Gives the offer of a receive: the bytes that the sender's kvf_push_begin() needs.
 ///
 /// @param      transfer  A transfer of kvf_receive_begin().
 /// @param[out] buf       Receives the bytes; may be NULL when @p cap is 0.
 /// @param      cap       Size of @p buf in bytes; 0 only asks for the size.
 /// @param[out] needed    Receives the size, also when @p buf is too small; may be NULL.
-/// @return KVF_ERR_UNSUPPORTED.
+/// @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small (it stays untouched);
+///         KVF_ERR_STATE for a transfer that is no receive.
 ///
 /// # Safety
 /// @p transfer must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
@@ -282,14 +282,18 @@ pub unsafe extern "C" fn kvf_transfer_offer(
     cap: usize,
     needed: *mut usize,
 ) -> kvf_status {
-    guard::<()>(|| {
+    guard(|| {
         // SAFETY: the caller's contract.
-        let _transfer = unsafe { view(transfer, "transfer") }?.0.enter("transfer")?;
-        let _ = (buf, cap, needed);
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "push is not served yet, so no transfer has an offer"
-        )
+        let handle = unsafe { view(transfer, "transfer") }?;
+        let _use = handle.0.enter("transfer")?;
+        let Some(offer) = &handle.1 else {
+            bail!(
+                KVF_ERR_STATE,
+                "this transfer was not begun by kvf_receive_begin(), it has no offer"
+            );
+        };
+        // SAFETY: the caller's contract.
+        unsafe { put_bytes(buf.cast(), cap, needed, offer, "buf") }
     })
 }
 
@@ -320,7 +324,7 @@ pub unsafe extern "C" fn kvf_transfer_stream_wait(
 }
 
 /// Ends a transfer's handle. A running transfer is cancelled and detached: its slots stay in
-/// kvf_agent_quarantine() until they are safe.
+/// kvf_agent_quarantine() until they are safe. Its events that were not taken yet are withdrawn.
 ///
 /// @param transfer  The transfer, or NULL.
 /// @return KVF_OK.
