@@ -90,7 +90,7 @@
 #define KVF_DIRECTION_PULL 0
 
 /**
- * The source writes. Not served by kvf_import_begin() yet.
+ * The source writes. Not served yet.
  */
 #define KVF_DIRECTION_PUSH 1
 
@@ -936,6 +936,10 @@ typedef struct kvf_import_desc {
    * Must be 0.
    */
   uint32_t reserved;
+  /**
+   * KVF_DIRECTION_PUSH: request and attempt. KVF_DIRECTION_PULL: 0, the ticket has them.
+   */
+  struct kvf_key key;
 } kvf_import_desc;
 
 /**
@@ -1077,9 +1081,9 @@ typedef struct kvf_push_desc {
    */
   uint32_t abi_version;
   /**
-   * Must be 0.
+   * Larger is served first; 0 = normal.
    */
-  uint32_t reserved;
+  int32_t priority;
   /**
    * The engine that the offer comes from.
    */
@@ -1964,7 +1968,7 @@ KVF_NOEXCEPT;
  * @param      agent     The agent.
  * @param[in]  desc      Start from KVF_IMPORT_DESC_INIT. Nothing of it is kept.
  * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return As kvf_pull_begin(); KVF_ERR_UNSUPPORTED also for KVF_DIRECTION_PUSH;
+ * @return As kvf_pull_begin(); with KVF_DIRECTION_PUSH as kvf_receive_begin();
  *         KVF_ERR_DUPLICATE also for an owned-only slot that is to be written.
  *
  * # Safety
@@ -1977,15 +1981,14 @@ kvf_status kvf_import_begin(struct kvf_agent *agent,
 KVF_NOEXCEPT;
 
 /**
- * Opens slots for a push; kvf_transfer_offer() then gives the bytes that travel to the sender.
+ * Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. The
+ * sender skips exactly what is skipped here; a receive of nothing is born complete. Never blocks.
  *
- * The transfer ends as a pull does. On one host it is this side that copies, on the sender's
- * notice, so that no process writes another's memory. Never blocks.
- *
- * @param      agent     An agent with an engine.
+ * @param      agent     The agent.
  * @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
  * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return As kvf_import_begin().
+ * @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
+ *         changed then; KVF_ERR_UNSUPPORTED for a stream.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
@@ -1997,17 +2000,15 @@ kvf_status kvf_receive_begin(struct kvf_agent *agent,
 KVF_NOEXCEPT;
 
 /**
- * Begins to write into slots that the destination opened: what the offer skips is skipped here.
+ * Begins to write into slots that the destination opened. Mirrors Megatron-LM's
+ * `begin_push_blocks`. The destination's kvferry fetches the bytes, so that no process writes
+ * another one's memory. Never blocks.
  *
- * Mirrors Megatron-LM's `begin_push_blocks`. The slots must stay unchanged until the transfer has
- * ended with memory safe. Never blocks.
- *
- * @param      agent     An agent with an engine.
+ * @param      agent     The agent.
  * @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
  * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return As kvf_publish(); KVF_ERR_INVALID_ARGUMENT also for bytes that are no offer, for an
- *         offer of another engine and for a group that the destination wants and that is not
- *         pushed; KVF_ERR_PEER_LOST.
+ * @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
+ *         changed then; KVF_ERR_UNSUPPORTED for a stream.
  *
  * # Safety
  * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
@@ -2295,11 +2296,11 @@ kvf_status kvf_pool_query(const struct kvf_pool *pool, struct kvf_pool_info *inf
 /**
  * Ends a pool's handle, taking the pool back if kvf_pool_unregister_begin() did not.
  *
- * The caller must not touch memory that kvferry made from now on; it is unmapped when nothing
- * uses it any more. Memory of the caller may be freed when this returns KVF_OK.
+ * Memory that kvferry made is unmapped when nothing uses it any more; the caller must not touch
+ * it from now on. Memory of the caller may be freed when this returns KVF_OK.
  *
  * @param pool  The pool, or NULL.
- * @return KVF_OK: released; KVF_IN_PROGRESS: a publication or transfer still uses it, and
+ * @return KVF_OK: released; KVF_IN_PROGRESS: still used by a publication or transfer,
  *         KVF_EVENT_POOL_RELEASED follows. The handle is gone in both cases.
  *
  * # Safety
@@ -2591,8 +2592,7 @@ KVF_NOEXCEPT;
  * @param[out] buf       Receives the bytes; may be NULL when @p cap is 0.
  * @param      cap       Size of @p buf in bytes; 0 only asks for the size.
  * @param[out] needed    Receives the size, also when @p buf is too small; may be NULL.
- * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small (it stays untouched);
- *         KVF_ERR_STATE for a transfer that is no receive.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE if @p buf is too small; KVF_ERR_STATE for another transfer.
  *
  * # Safety
  * @p transfer must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
@@ -2665,7 +2665,7 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
 #define KVF_IMPORT_DESC_INIT \
     {sizeof(kvf_import_desc), KVF_ABI_VERSION, 0, NULL, NULL, 0, NULL, \
      sizeof(kvf_import_group), 0, NULL, sizeof(kvf_import_state), 0, NULL, \
-     sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0, 0, 0}
+     sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0, 0, 0, {0, 0, 0}}
 #define KVF_IMPORT_GROUP_INIT {0, 0, NULL, 0, 0, 0, 0}
 #define KVF_IMPORT_STATE_INIT {0, 0, 0}
 #define KVF_KEY_INIT {0, 0, 0}

@@ -298,9 +298,6 @@ impl Control {
                     .push(pool_event(*id, user_data, Status::KVF_OK));
             }
         }
-        state
-            .pools
-            .retain(|_, entry| !(entry.released && entry.discarded));
     }
 
     fn pool_late(&mut self, pool: u32) {
@@ -309,7 +306,6 @@ impl Control {
         if let Some(entry) = state.pools.get_mut(&pool)
             && let Some(user_data) = entry.leaving
             && !entry.released
-            && !entry.discarded
         {
             // The pool stays registered; the caller may ask again.
             entry.leaving = None;

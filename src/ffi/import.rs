@@ -26,7 +26,7 @@ pub const KVF_AS_OF_ANY: u64 = 0xffff_ffff_ffff_ffff;
 
 /// The destination reads (default).
 pub const KVF_DIRECTION_PULL: u32 = 0;
-/// The source writes. Not served by kvf_import_begin() yet.
+/// The source writes. Not served yet.
 pub const KVF_DIRECTION_PUSH: u32 = 1;
 
 /// Blocks of one paged group to fill.
@@ -172,11 +172,13 @@ pub struct kvf_import_desc {
     pub priority: i32,
     /// Must be 0.
     pub reserved: u32,
+    /// KVF_DIRECTION_PUSH: request and attempt. KVF_DIRECTION_PULL: 0, the ticket has them.
+    pub key: kvf_key,
 }
 abi_struct!(head kvf_import_desc {
     struct_size, abi_version, direction, peer, ticket, ticket_bytes, groups, groups_elem_size,
     num_groups, states, states_elem_size, num_states, owned_only, owned_only_elem_size,
-    num_owned_only, stream, deadline_ns, prefix_tag, user_data, priority, reserved,
+    num_owned_only, stream, deadline_ns, prefix_tag, user_data, priority, reserved, key,
 });
 
 /// Slots that the destination opens for a push.
@@ -232,8 +234,8 @@ pub struct kvf_push_desc {
     pub struct_size: usize,
     /// KVF_ABI_VERSION.
     pub abi_version: u32,
-    /// Must be 0.
-    pub reserved: u32,
+    /// Larger is served first; 0 = normal.
+    pub priority: i32,
     /// The engine that the offer comes from.
     pub peer: *const kvf_peer,
     /// The offer's bytes: kvf_transfer_offer() of the destination. Not kept.
@@ -266,7 +268,7 @@ pub struct kvf_push_desc {
     pub user_data: u64,
 }
 abi_struct!(head kvf_push_desc {
-    struct_size, abi_version, reserved, peer, offer, offer_bytes, groups, groups_elem_size,
+    struct_size, abi_version, priority, peer, offer, offer_bytes, groups, groups_elem_size,
     num_groups, states, states_elem_size, num_states, stream, deadline_ns, aux, aux_bytes,
     prefix_tag, user_data,
 });
@@ -335,7 +337,7 @@ pub unsafe extern "C" fn kvf_pull_begin(
             user_data: desc.user_data,
         };
         let core = agent.core.import_begin(&peer, import)?;
-        out.set_handle(kvf_transfer(Object::child(&agent, core), None));
+        out.set_handle(kvf_transfer(Object::child(&agent, core)));
         Ok(())
     })
 }
@@ -350,7 +352,7 @@ pub unsafe extern "C" fn kvf_pull_begin(
 /// @param      agent     The agent.
 /// @param[in]  desc      Start from KVF_IMPORT_DESC_INIT. Nothing of it is kept.
 /// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return As kvf_pull_begin(); KVF_ERR_UNSUPPORTED also for KVF_DIRECTION_PUSH;
+/// @return As kvf_pull_begin(); with KVF_DIRECTION_PUSH as kvf_receive_begin();
 ///         KVF_ERR_DUPLICATE also for an owned-only slot that is to be written.
 ///
 /// # Safety
@@ -371,53 +373,75 @@ pub unsafe extern "C" fn kvf_import_begin(
         let out = unsafe { Out::new(transfer, "transfer") }?;
         must_be_zero(desc.reserved, "desc.reserved")?;
         no_stream(desc.stream, "desc.stream")?;
-        match desc.direction {
-            KVF_DIRECTION_PULL => {}
-            KVF_DIRECTION_PUSH => bail!(
-                KVF_ERR_UNSUPPORTED,
-                "desc.direction is KVF_DIRECTION_PUSH, which is not served yet; use \
-                 kvf_receive_begin() for the destination and kvf_push_begin() for the source"
-            ),
-            unknown => bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "desc.direction {unknown} is unknown"
-            ),
-        }
         // SAFETY: the caller's contract.
-        let peer = unsafe { view(desc.peer, "desc.peer") }?.0.enter("peer")?;
-        peer.must_belong_to(&agent, "desc.peer")?;
-        // SAFETY: the caller's contract.
-        let import = unsafe {
-            ImportDesc {
-                ticket: read_blob(desc.ticket, desc.ticket_bytes, "desc.ticket")?,
-                groups: read_import_groups(desc.groups, desc.num_groups, desc.groups_elem_size)?,
-                states: read_import_states(desc.states, desc.num_states, desc.states_elem_size)?,
-                owned_only: read_owned_only(
+        let (groups, states, owned_only) = unsafe {
+            (
+                read_import_groups(desc.groups, desc.num_groups, desc.groups_elem_size)?,
+                read_import_states(desc.states, desc.num_states, desc.states_elem_size)?,
+                read_owned_only(
                     desc.owned_only,
                     desc.num_owned_only,
                     desc.owned_only_elem_size,
                 )?,
-                deadline: Duration::from_nanos(desc.deadline_ns),
-                priority: desc.priority,
-                prefix_tag: desc.prefix_tag,
-                user_data: desc.user_data,
-            }
+            )
         };
-        let core = agent.core.import_begin(&peer, import)?;
-        out.set_handle(kvf_transfer(Object::child(&agent, core), None));
+        let deadline = Duration::from_nanos(desc.deadline_ns);
+        let core = match desc.direction {
+            KVF_DIRECTION_PULL => {
+                // SAFETY: the caller's contract.
+                let peer = unsafe { view(desc.peer, "desc.peer") }?.0.enter("peer")?;
+                peer.must_belong_to(&agent, "desc.peer")?;
+                let import = ImportDesc {
+                    // SAFETY: the caller's contract.
+                    ticket: unsafe { read_blob(desc.ticket, desc.ticket_bytes, "desc.ticket") }?,
+                    groups,
+                    states,
+                    owned_only,
+                    deadline,
+                    priority: desc.priority,
+                    prefix_tag: desc.prefix_tag,
+                    user_data: desc.user_data,
+                };
+                agent.core.import_begin(&peer, import)?
+            }
+            KVF_DIRECTION_PUSH => {
+                if desc.ticket_bytes != 0 {
+                    bail!(
+                        KVF_ERR_INVALID_ARGUMENT,
+                        "desc.ticket_bytes is {} in a push: the sender has no ticket to give",
+                        desc.ticket_bytes
+                    );
+                }
+                let receive = ReceiveDesc {
+                    key: desc.key.read("desc.key")?,
+                    groups,
+                    states,
+                    owned_only,
+                    deadline,
+                    priority: desc.priority,
+                    prefix_tag: desc.prefix_tag,
+                    user_data: desc.user_data,
+                };
+                agent.core.receive_begin(receive, None)?
+            }
+            unknown => bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "desc.direction {unknown} is unknown"
+            ),
+        };
+        out.set_handle(kvf_transfer(Object::child(&agent, core)));
         Ok(())
     })
 }
 
-/// Opens slots for a push; kvf_transfer_offer() then gives the bytes that travel to the sender.
+/// Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. The
+/// sender skips exactly what is skipped here; a receive of nothing is born complete. Never blocks.
 ///
-/// The transfer ends as a pull does. On one host it is this side that copies, on the sender's
-/// notice, so that no process writes another's memory. Never blocks.
-///
-/// @param      agent     An agent with an engine.
+/// @param      agent     The agent.
 /// @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
 /// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return As kvf_import_begin().
+/// @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
+///         changed then; KVF_ERR_UNSUPPORTED for a stream.
 ///
 /// # Safety
 /// @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
@@ -453,23 +477,21 @@ pub unsafe extern "C" fn kvf_receive_begin(
                 user_data: desc.user_data,
             }
         };
-        let (core, offer) = agent.core.receive_begin(receive, None)?;
-        out.set_handle(kvf_transfer(Object::child(&agent, core), Some(offer)));
+        let core = agent.core.receive_begin(receive, None)?;
+        out.set_handle(kvf_transfer(Object::child(&agent, core)));
         Ok(())
     })
 }
 
-/// Begins to write into slots that the destination opened: what the offer skips is skipped here.
+/// Begins to write into slots that the destination opened. Mirrors Megatron-LM's
+/// `begin_push_blocks`. The destination's kvferry fetches the bytes, so that no process writes
+/// another one's memory. Never blocks.
 ///
-/// Mirrors Megatron-LM's `begin_push_blocks`. The slots must stay unchanged until the transfer has
-/// ended with memory safe. Never blocks.
-///
-/// @param      agent     An agent with an engine.
+/// @param      agent     The agent.
 /// @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
 /// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return As kvf_publish(); KVF_ERR_INVALID_ARGUMENT also for bytes that are no offer, for an
-///         offer of another engine and for a group that the destination wants and that is not
-///         pushed; KVF_ERR_PEER_LOST.
+/// @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
+///         changed then; KVF_ERR_UNSUPPORTED for a stream.
 ///
 /// # Safety
 /// @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
@@ -487,27 +509,42 @@ pub unsafe extern "C" fn kvf_push_begin(
         let desc = unsafe { read(desc, "desc") }?;
         // SAFETY: the caller's contract.
         let out = unsafe { Out::new(transfer, "transfer") }?;
-        must_be_zero(desc.reserved, "desc.reserved")?;
+        if desc.priority != 0 {
+            bail!(
+                KVF_ERR_UNSUPPORTED,
+                "desc.priority is {}: the destination's decides, a push has none yet",
+                desc.priority
+            );
+        }
         no_stream(desc.stream, "desc.stream")?;
         // SAFETY: the caller's contract.
         let peer = unsafe { view(desc.peer, "desc.peer") }?.0.enter("peer")?;
         peer.must_belong_to(&agent, "desc.peer")?;
         // SAFETY: the caller's contract.
         let (offer, push) = unsafe {
-            let offer = read_blob(desc.offer, desc.offer_bytes, "desc.offer")?;
-            let push = PublishDesc {
-                groups: read_published_groups(desc.groups, desc.num_groups, desc.groups_elem_size)?,
-                states: read_published_states(desc.states, desc.num_states, desc.states_elem_size)?,
-                aux: read_plain(desc.aux.cast::<u8>(), desc.aux_bytes, "desc.aux")?,
-                prefix_tag: desc.prefix_tag,
-                user_data: desc.user_data,
-                ..PublishDesc::default()
-            };
-            (offer, push)
+            (
+                read_blob(desc.offer, desc.offer_bytes, "desc.offer")?,
+                PublishDesc {
+                    groups: read_published_groups(
+                        desc.groups,
+                        desc.num_groups,
+                        desc.groups_elem_size,
+                    )?,
+                    states: read_published_states(
+                        desc.states,
+                        desc.num_states,
+                        desc.states_elem_size,
+                    )?,
+                    aux: read_plain(desc.aux.cast::<u8>(), desc.aux_bytes, "desc.aux")?,
+                    prefix_tag: desc.prefix_tag,
+                    user_data: desc.user_data,
+                    ..PublishDesc::default()
+                },
+            )
         };
         let deadline = Duration::from_nanos(desc.deadline_ns);
         let core = agent.core.push_begin(&peer, &offer, push, deadline, None)?;
-        out.set_handle(kvf_transfer(Object::child(&agent, core), None));
+        out.set_handle(kvf_transfer(Object::child(&agent, core)));
         Ok(())
     })
 }

@@ -318,11 +318,11 @@ pub unsafe extern "C" fn kvf_pool_query(
 
 /// Ends a pool's handle, taking the pool back if kvf_pool_unregister_begin() did not.
 ///
-/// The caller must not touch memory that kvferry made from now on; it is unmapped when nothing
-/// uses it any more. Memory of the caller may be freed when this returns KVF_OK.
+/// Memory that kvferry made is unmapped when nothing uses it any more; the caller must not touch
+/// it from now on. Memory of the caller may be freed when this returns KVF_OK.
 ///
 /// @param pool  The pool, or NULL.
-/// @return KVF_OK: released; KVF_IN_PROGRESS: a publication or transfer still uses it, and
+/// @return KVF_OK: released; KVF_IN_PROGRESS: still used by a publication or transfer,
 ///         KVF_EVENT_POOL_RELEASED follows. The handle is gone in both cases.
 ///
 /// # Safety
@@ -330,9 +330,10 @@ pub unsafe extern "C" fn kvf_pool_query(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_pool_destroy(pool: *mut kvf_pool) -> kvf_status {
     let end = |pool: Pool, agent: Option<&Shared>| {
-        Ok(agent.map_or(Status::KVF_OK, |agent| {
-            agent.core.discard_pool(pool.id, pool.user_data)
-        }))
+        let Some(agent) = agent.filter(|agent| !agent.ended()) else {
+            return Ok(Status::KVF_OK); // kvf_agent_destroy() has told what is still in use
+        };
+        Ok(agent.core.discard_pool(pool.id, pool.user_data))
     };
     // SAFETY: the caller's contract.
     unsafe { destroy(pool, |handle| handle.0, end) }

@@ -32,7 +32,7 @@ const _: () = {
 };
 
 /// A running or ended pull, import, receive or push. Any thread may use it, several at once.
-pub struct kvf_transfer(pub(crate) Object<Transfer>, pub(crate) Option<Vec<u8>>);
+pub struct kvf_transfer(pub(crate) Object<Transfer>);
 
 /// What kvf_transfer_query() tells. Outcome and safety are separate: a transfer that has failed
 /// may still be written to, and then its slots must not be reused.
@@ -270,8 +270,7 @@ pub unsafe extern "C" fn kvf_transfer_aux(
 /// @param[out] buf       Receives the bytes; may be NULL when @p cap is 0.
 /// @param      cap       Size of @p buf in bytes; 0 only asks for the size.
 /// @param[out] needed    Receives the size, also when @p buf is too small; may be NULL.
-/// @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small (it stays untouched);
-///         KVF_ERR_STATE for a transfer that is no receive.
+/// @return KVF_OK; KVF_ERR_OUT_OF_RANGE if @p buf is too small; KVF_ERR_STATE for another transfer.
 ///
 /// # Safety
 /// @p transfer must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
@@ -284,12 +283,11 @@ pub unsafe extern "C" fn kvf_transfer_offer(
 ) -> kvf_status {
     guard(|| {
         // SAFETY: the caller's contract.
-        let handle = unsafe { view(transfer, "transfer") }?;
-        let _use = handle.0.enter("transfer")?;
-        let Some(offer) = &handle.1 else {
+        let transfer = unsafe { view(transfer, "transfer") }?.0.enter("transfer")?;
+        let Some(offer) = transfer.offer() else {
             bail!(
                 KVF_ERR_STATE,
-                "this transfer was not begun by kvf_receive_begin(), it has no offer"
+                "this transfer is no receive: only kvf_receive_begin() makes an offer"
             );
         };
         // SAFETY: the caller's contract.
