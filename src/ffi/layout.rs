@@ -289,6 +289,13 @@ impl kvf_layout_desc {
     /// # Safety
     /// As `kvf_layout_create`.
     unsafe fn convert(&self) -> Result<RankLayout> {
+        if self.num_groups == 0 {
+            bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "desc.num_groups is 0; list every layer group of the model, also those without a \
+                 layer on this rank"
+            );
+        }
         // SAFETY: the caller's contract.
         let groups = unsafe {
             read_array(
