@@ -43,7 +43,7 @@ impl Template {
 }
 
 /// Bytes on both sides that repeat over layers, tokens, heads and slots, in one pool each.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct Piece {
     src_pool: u32,
     dst_pool: u32,
@@ -51,6 +51,9 @@ pub(super) struct Piece {
     dst: u64,
     bytes_per_head: u64,
     layers: Dim,
+    /// Further pieces of the same form, equally spaced (values after keys). Only for equal blocks:
+    /// a pattern has no axis left for them otherwise.
+    planes: Dim,
     heads: Dim,
     /// Token to token; the count is the fine block's.
     token: Dim,
@@ -61,8 +64,11 @@ pub(super) struct Piece {
     coarse: Shape,
 }
 
+/// A pool and a range of its bytes.
+type Reach = (u32, std::ops::Range<u64>);
+
 /// Coalesced axes.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Shape {
     run: u64,
     dims: [Dim; MAX_DIMS],
@@ -86,7 +92,7 @@ pub(super) struct Segment {
 
 impl Piece {
     pub fn bytes_per_token(&self) -> u64 {
-        self.bytes_per_head * self.heads.count * self.layers.count
+        self.bytes_per_head * self.heads.count * self.layers.count * self.planes.count
     }
 
     /// The copy of this piece for a segment. `tokens` < a fine block's only for a single one.
@@ -126,18 +132,50 @@ impl Piece {
         }
     }
 
+    /// Pool and first to last byte that any slots and tokens can lead to, on both sides.
+    pub fn reach(&self, meeting: &Meeting) -> (Reach, Reach) {
+        let mut extent = (self.bytes_per_head, self.bytes_per_head);
+        let (src, dst) = (meeting.src, meeting.dst);
+        for (dim, src_count, dst_count) in [
+            (self.layers, self.layers.count, self.layers.count),
+            (self.planes, self.planes.count, self.planes.count),
+            (self.heads, self.heads.count, self.heads.count),
+            (
+                self.token,
+                meeting.tokens * src.ratio,
+                meeting.tokens * dst.ratio,
+            ),
+            (self.slot, u64::from(src.slots), u64::from(dst.slots)),
+        ] {
+            extent.0 += src_count.saturating_sub(1) * dim.src;
+            extent.1 += dst_count.saturating_sub(1) * dim.dst;
+        }
+        (
+            (self.src_pool, self.src..self.src + extent.0),
+            (self.dst_pool, self.dst..self.dst + extent.1),
+        )
+    }
+
+    fn cache_shapes(&mut self, meeting: &Meeting) {
+        self.fine = self.shape(meeting, meeting.tokens, 1, 1);
+        self.coarse = self.shape(meeting, meeting.tokens, meeting.ratio(), 1);
+    }
+
     fn shape(&self, meeting: &Meeting, tokens: u64, len: u64, count: u64) -> Shape {
         let Dim { src, dst, .. } = self.slot;
         let token = self.token;
         let ratio = meeting.ratio();
         // Over fine blocks one side steps through slots, the other through the tokens of a block.
-        let (blocks, fines) = if meeting.src.ratio > 1 {
+        // (Saturation cannot be seen: with so few slots `count` is 1 and the axis is dropped.)
+        let (blocks, fines) = if ratio == 1 {
+            (Dim { count, src, dst }, self.planes)
+        } else if meeting.src.ratio > 1 {
             let fine = meeting.tokens * token.src;
             (
                 Dim {
                     count,
                     src,
-                    dst: dst * ratio,
+                    dst: dst.saturating_mul(ratio),
                 },
                 Dim {
                     count: len,
@@ -150,7 +188,7 @@ impl Piece {
             (
                 Dim {
                     count,
-                    src: src * ratio,
+                    src: src.saturating_mul(ratio),
                     dst,
                 },
                 Dim {
@@ -261,9 +299,55 @@ pub(super) fn template(src: &Group, dst: &Group, mut shares: Vec<Share>) -> Resu
         pieces(&meeting, (from, to), first, heads, &mut template.pieces)?;
         rest = &more[joined..];
     }
+    if meeting.ratio() == 1 {
+        join_planes(&meeting, &mut template.pieces);
+    }
     template.shares = shares;
     template.meeting = Some(meeting);
     Ok(template)
+}
+
+/// Joins pieces that differ only in their place and are equally spaced on both sides: keys and
+/// values of one buffer, sections of one width.
+fn join_planes(meeting: &Meeting, pieces: &mut Vec<Piece>) {
+    pieces.sort_by_key(|p| (p.src_pool, p.dst_pool, p.src, p.dst));
+    let mut joined: Vec<Piece> = Vec::with_capacity(pieces.len());
+    for piece in pieces.drain(..) {
+        if let Some(last) = joined.last_mut() {
+            let alike = Piece {
+                src: last.src,
+                dst: last.dst,
+                planes: last.planes,
+                ..piece.clone()
+            };
+            let count = last.planes.count;
+            let step = match count {
+                1 => (
+                    piece.src.checked_sub(last.src),
+                    piece.dst.checked_sub(last.dst),
+                ),
+                _ => (Some(last.planes.src), Some(last.planes.dst)),
+            };
+            if let (Some(src), Some(dst)) = step
+                && src > 0
+                && dst > 0
+                && (piece.src, piece.dst) == (last.src + count * src, last.dst + count * dst)
+                && alike == *last
+            {
+                last.planes = Dim {
+                    count: count + 1,
+                    src,
+                    dst,
+                };
+                continue;
+            }
+        }
+        joined.push(piece);
+    }
+    for piece in joined.iter_mut().filter(|p| p.planes.count > 1) {
+        piece.cache_shapes(meeting);
+    }
+    *pieces = joined;
 }
 
 /// The pieces of one range of heads: one for all layers that are equally spaced on both sides.
@@ -322,6 +406,10 @@ fn pieces(
             dst: d.offset + share.dst_head * to.strides.head,
             bytes_per_head: from.bytes_per_head,
             layers,
+            planes: Dim {
+                count: 1,
+                ..Dim::default()
+            },
             heads: Dim {
                 count: heads,
                 src: from.strides.head,
@@ -340,8 +428,7 @@ fn pieces(
             fine: Shape::default(),
             coarse: Shape::default(),
         };
-        piece.fine = piece.shape(meeting, meeting.tokens, 1, 1);
-        piece.coarse = piece.shape(meeting, meeting.tokens, meeting.ratio(), 1);
+        piece.cache_shapes(meeting);
         out.push(piece);
     }
     Ok(())
