@@ -17,6 +17,7 @@ use super::metadata::incarnation;
 use super::notices::Finished;
 use super::peers::PeerShared;
 use super::reader::{NewImport, NewJob, run_inline};
+use super::serving::data_open;
 use super::shared::{Shared, State, remember};
 use super::slots::GroupSlots;
 use super::ticket::{decode_ticket, entry_of, key};
@@ -186,6 +187,7 @@ pub(super) fn import(
                 bindings,
                 pool_map.clone(),
                 lease_of(entry),
+                data_open(&wants, key(ticket.key), entry.epoch),
             )));
         }
         jobs.push(job);

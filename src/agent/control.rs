@@ -289,8 +289,11 @@ impl Control {
                 && entry.users == 0
                 && !entry.released
             {
-                // Readers in this process may be in the middle of a piece; it is short.
-                entry.pool.close();
+                // Readers of this process may be in the middle of a piece; then we hear of it.
+                let shared = self.shared.clone();
+                if !entry.pool.close(move || shared.send(Command::Idle)) {
+                    continue;
+                }
                 entry.released = true;
                 self.timers.set(Timer::Pool(*id), None);
                 self.shared
@@ -309,6 +312,7 @@ impl Control {
         {
             // The pool stays registered; the caller may ask again.
             entry.leaving = None;
+            entry.pool.reopen();
             self.shared
                 .events
                 .push(pool_event(pool, user_data, Status::KVF_ERR_DEADLINE));

@@ -85,6 +85,7 @@ pub(super) struct Link {
     pub process: Option<Arc<PeerProcess>>,
     pub unix: bool,
     out: mpsc::UnboundedSender<Outgoing>,
+    socket: Arc<Socket>,
     reader: tokio::task::AbortHandle,
     writer: tokio::task::AbortHandle,
     finishing: bool,
@@ -102,12 +103,13 @@ impl Link {
         let socket = Arc::new(socket);
         let (out, queue) = mpsc::unbounded_channel();
         let read = tokio::spawn(read(id, socket.clone(), inbox.clone()));
-        let write = tokio::spawn(write(id, socket, queue, inbox));
+        let write = tokio::spawn(write(id, socket.clone(), queue, inbox));
         Self {
             id,
             process,
             unix,
             out,
+            socket,
             reader: read.abort_handle(),
             writer: write.abort_handle(),
             finishing: false,
@@ -126,6 +128,11 @@ impl Link {
         if wire::encode(&Frame { body: Some(body) }, &mut bytes).is_ok() {
             let _ = self.out.send(Outgoing::Bytes(bytes, fds));
         }
+    }
+
+    /// Stops both tasks and gives the socket away.
+    pub fn into_fd(self) -> io::Result<OwnedFd> {
+        self.socket.fd().try_clone_to_owned()
     }
 
     /// Stops reading at once; what is queued is still written, then the connection closes.
@@ -277,11 +284,16 @@ pub(super) async fn connect(
     Err(Error::new(status, reasons.join("; ")))
 }
 
-fn connect_unix(name: &[u8]) -> io::Result<UnixStream> {
+/// A connection to an agent's Unix socket.
+pub(super) fn connect_unix_std(name: &[u8]) -> io::Result<std::os::unix::net::UnixStream> {
     use std::os::linux::net::SocketAddrExt;
     let address = std::os::unix::net::SocketAddr::from_abstract_name(name)?;
     // Connecting to a Unix socket does not wait, unless its backlog is full.
-    let stream = std::os::unix::net::UnixStream::connect_addr(&address)?;
+    std::os::unix::net::UnixStream::connect_addr(&address)
+}
+
+fn connect_unix(name: &[u8]) -> io::Result<UnixStream> {
+    let stream = connect_unix_std(name)?;
     stream.set_nonblocking(true)?;
     UnixStream::from_std(stream)
 }

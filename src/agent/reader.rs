@@ -11,6 +11,7 @@ use super::begin::{ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_
 use super::control::{Command, Control, Timer};
 use super::notices::Finished;
 use super::peers::Route;
+use super::serving::data_open;
 use super::ticket::{decode_ticket, entry_of, key};
 use super::{lock, metadata};
 use crate::error::{Error, Status};
@@ -328,7 +329,9 @@ impl Control {
             Ok(bindings) => {
                 add_part_bytes(&mut lock(&new.cell.part_bytes), &bindings);
                 let bindings = bindings.into_iter().map(|(_, b)| b).collect();
-                let job = Arc::new(ReadJob::new(bindings, new.pools.clone(), lease_of(entry)));
+                let request = data_open(&new.wants, new.cell.cell.key, entry.epoch);
+                let (pools, lease) = (new.pools.clone(), lease_of(entry));
+                let job = Arc::new(ReadJob::new(bindings, pools, lease, request));
                 lock(&new.cell.jobs).push(job.clone());
                 new.jobs[at].job = Some(job);
                 self.try_start(id, at);

@@ -26,6 +26,8 @@ use crate::wire::{self, Body, TicketEntry};
 pub(super) struct PublicationCell {
     pub cell: Cell,
     pub id: PublicationId,
+    pub lease: Lease,
+    pub entry: TicketEntry,
     pub ticket: Vec<u8>,
     /// Readers: seen (bit 31), finished and expected, for `info`.
     pub claimed: AtomicU32,
@@ -157,7 +159,11 @@ impl Control {
             self.publications.by_key.remove(&id.key);
         }
         self.drop_push(id);
-        self.shared.lock().slots.end_read(&entry.new.slots);
+        {
+            let mut state = self.shared.lock();
+            state.slots.end_read(&entry.new.slots);
+            state.published.remove(&id.epoch.0);
+        }
         self.shared.log.debug(format_args!(
             "publication of {} ended: {:?} {}",
             id.key, end.status, end.text
