@@ -11,6 +11,7 @@ pub mod ids;
 pub mod layout;
 pub mod memory;
 pub mod plan;
+pub mod runtime;
 pub mod session;
 pub mod transport;
 pub mod wire;

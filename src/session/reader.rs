@@ -154,7 +154,8 @@ impl Import {
         } else if now >= self.renew_at {
             self.renew_at = now + self.renew_every;
             for (at, job) in self.jobs.iter().enumerate() {
-                if matches!(job, Job::Waiting | Job::Running) {
+                // Also those that are attested: their source hears of the end with the others.
+                if *job != Job::Stopped {
                     actions.push(Action::Renew(at));
                 }
             }

@@ -197,7 +197,7 @@ impl Publication {
         if self.readers.is_empty() {
             return;
         }
-        let end = match first_failure.map(|code| Status::from_code(code)) {
+        let end = match first_failure.map(Status::from_code) {
             None => End::ok(),
             Some(status) => {
                 let status = match status.unwrap_or(KVF_ERR_TRANSFER) {

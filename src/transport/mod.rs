@@ -4,6 +4,10 @@
 //! `begin` call for a small job, and pulls its work from the shared [`ReadJob`], so that several
 //! workers can serve one job and a cancel is seen between two pieces.
 
+pub mod inproc;
+pub mod shm;
+mod span;
+
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,17 +16,11 @@ use crate::error::Result;
 use crate::memory::Pool;
 use crate::plan::{Binding, Cursor, Pattern};
 
+/// Where a publication's lease word is and what it says while the lease holds.
+pub use crate::memory::Lease as LeaseRef;
+
 /// Longest piece that is copied without looking at the cancel flag, in bytes.
 pub const PIECE_BYTES: u64 = 4 << 20;
-
-/// Where a publication's lease word is and what it says while the lease holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct LeaseRef {
-    /// Index in the source agent's lease table.
-    pub index: u32,
-    /// Generation that the word must still carry.
-    pub generation: u64,
-}
 
 /// The part of a transfer that reads from one source agent under one lease.
 #[derive(Debug)]

@@ -58,7 +58,7 @@ impl Decoder {
     ///
     /// # Errors
     /// `KVF_ERR_PROTOCOL`: too long or not decodable; the stream cannot be used any more.
-    pub fn next(&mut self) -> Result<Option<Frame>> {
+    pub fn next_frame(&mut self) -> Result<Option<Frame>> {
         let Some(head) = self.buffer.first_chunk::<4>() else {
             return Ok(None);
         };
@@ -109,7 +109,7 @@ mod tests {
             let mut seen = Vec::new();
             for piece in bytes.chunks(cut) {
                 decoder.push(piece);
-                while let Some(frame) = decoder.next().unwrap() {
+                while let Some(frame) = decoder.next_frame().unwrap() {
                     seen.push(frame);
                 }
             }
@@ -121,7 +121,7 @@ mod tests {
     fn a_claimed_length_over_the_limit_is_refused_before_it_arrives() {
         let mut decoder = Decoder::new(100);
         decoder.push(&101u32.to_le_bytes());
-        let err = decoder.next().unwrap_err();
+        let err = decoder.next_frame().unwrap_err();
         assert_eq!(err.status, crate::error::Status::KVF_ERR_PROTOCOL);
         assert_eq!(err.text, "a frame of 101 bytes is over the limit of 100");
     }
@@ -131,7 +131,7 @@ mod tests {
         fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let mut decoder = Decoder::new(64);
             decoder.push(&bytes);
-            while let Ok(Some(_)) = decoder.next() {}
+            while let Ok(Some(_)) = decoder.next_frame() {}
         }
     }
 }

@@ -1,0 +1,141 @@
+//! Memory of this process that transfers read from or write to.
+
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+
+use super::check;
+use super::memfd::{PageSize, Sealed, system_page};
+use crate::bail;
+use crate::error::Result;
+
+/// Who made a pool's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PoolKind {
+    /// kvferry: a sealed memfd that peers on this host map.
+    Shared,
+    /// The engine; peers on this host read it through the kernel.
+    Registered,
+}
+
+/// A registered memory range. Shared memory is unmapped when the pool is dropped; registered
+/// memory stays the engine's.
+#[derive(Debug)]
+pub struct Pool {
+    id: u32,
+    base: NonNull<u8>,
+    bytes: u64,
+    page_bytes: u64,
+    shared: Option<Sealed>,
+}
+
+// SAFETY: a Pool is an address range with an owner; the memory belongs to the process, not to a
+// thread (`register`'s contract), and unmapping works from any thread.
+unsafe impl Send for Pool {}
+// SAFETY: no method reads or writes the range; whoever uses the raw base answers for the access.
+unsafe impl Sync for Pool {}
+
+impl Pool {
+    /// Makes a pool of `bytes` zero bytes in shared memory, every page present, sealed.
+    /// `numa_node` binds its pages.
+    ///
+    /// # Errors
+    /// `KVF_ERR_NO_MEMORY` when memory (machine, NUMA node, control group, reserved huge pages)
+    /// does not suffice, `KVF_ERR_INVALID_ARGUMENT` for 0 bytes or an unknown node,
+    /// `KVF_ERR_UNSUPPORTED` where the kernel refuses memfds, seals, the page size or the binding.
+    pub fn create_shared(
+        id: u32,
+        bytes: u64,
+        numa_node: Option<u32>,
+        pages: PageSize,
+    ) -> Result<Self> {
+        let sealed = Sealed::create(&format!("kvferry-pool-{id}"), bytes, numa_node, pages)?;
+        Ok(Self {
+            id,
+            base: sealed.region().base(),
+            bytes,
+            page_bytes: pages.bytes(),
+            shared: Some(sealed),
+        })
+    }
+
+    /// Takes note of the engine's own memory.
+    ///
+    /// # Errors
+    /// `KVF_ERR_INVALID_ARGUMENT` for NULL, 0 bytes, a range that wraps around, or one with an
+    /// address that is not mapped readable and writable (the text names the first).
+    ///
+    /// # Safety
+    /// The range must stay mapped, readable and writable from any thread until the pool has been
+    /// dropped.
+    pub unsafe fn register(id: u32, base: *mut u8, bytes: u64) -> Result<Self> {
+        let Some(base) = NonNull::new(base) else {
+            bail!(KVF_ERR_INVALID_ARGUMENT, "pool {id}: base is NULL");
+        };
+        if bytes == 0 {
+            bail!(KVF_ERR_INVALID_ARGUMENT, "pool {id}: 0 bytes");
+        }
+        let start = base.as_ptr().addr();
+        let len = match usize::try_from(bytes) {
+            Ok(len) if isize::try_from(bytes).is_ok() && start.checked_add(len).is_some() => len,
+            _ => bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "pool {id}: {bytes} bytes from {start:#x} wrap around the address space"
+            ),
+        };
+        // Miri has no list of mappings; it checks every access by itself.
+        if !cfg!(miri) {
+            check::readable_and_writable(start, len)
+                .map_err(|err| err.context(format_args!("pool {id}")))?;
+        }
+        Ok(Self {
+            id,
+            base,
+            bytes,
+            page_bytes: if cfg!(miri) { 4096 } else { system_page() },
+            shared: None,
+        })
+    }
+
+    /// The agent's id of the pool.
+    pub fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// First byte. Valid for [`Self::bytes`] bytes while the pool exists.
+    pub fn base(&self) -> *mut u8 {
+        self.base.as_ptr()
+    }
+
+    /// Length in bytes, as asked for.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Who made the memory.
+    pub fn kind(&self) -> PoolKind {
+        match self.shared {
+            Some(_) => PoolKind::Shared,
+            None => PoolKind::Registered,
+        }
+    }
+
+    /// The file to send to a peer that maps the pool; `None` for the engine's own memory.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.shared.as_ref().map(Sealed::fd)
+    }
+
+    /// Page size that was asked for, in bytes; the system's for registered memory.
+    pub fn page_bytes(&self) -> u64 {
+        self.page_bytes
+    }
+
+    /// Whether the two pools have an address in common.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let range = |pool: &Self| {
+            let start = pool.base.as_ptr().addr() as u64;
+            (start, start + pool.bytes)
+        };
+        let ((a, a_end), (b, b_end)) = (range(self), range(other));
+        a < b_end && b < a_end
+    }
+}

@@ -1,0 +1,308 @@
+//! What the paths on one host share: checking a pattern against both pools, and running patterns
+//! whose source this process can address.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use crate::copy::{self, Strided};
+use crate::error::Result;
+use crate::memory::{Mapping, Pool};
+use crate::plan::Pattern;
+use crate::transport::{PIECE_BYTES, ReadJob};
+use crate::{bail, err};
+
+/// A readable range of this process that is not written through.
+#[derive(Clone, Copy)]
+pub(super) struct Source<'a> {
+    base: *const u8,
+    bytes: u64,
+    owner: PhantomData<&'a ()>,
+}
+
+impl<'a> From<&'a Pool> for Source<'a> {
+    fn from(pool: &'a Pool) -> Self {
+        Self {
+            base: pool.base(),
+            bytes: pool.bytes(),
+            owner: PhantomData,
+        }
+    }
+}
+
+impl<'a> From<&'a Mapping> for Source<'a> {
+    fn from(mapping: &'a Mapping) -> Self {
+        Self {
+            base: mapping.base(),
+            bytes: mapping.bytes(),
+            owner: PhantomData,
+        }
+    }
+}
+
+/// How many bytes to ask a job for at a time: small enough that several workers share a short job
+/// and that a cancel is prompt, at most [`PIECE_BYTES`].
+pub(super) fn batch_bytes(job: &ReadJob) -> u64 {
+    (job.bytes() / 16).clamp(256 << 10, PIECE_BYTES)
+}
+
+/// The error for a pool id that one side does not have.
+pub(super) fn unknown_pool(side: &str, id: u32) -> crate::error::Error {
+    err!(KVF_ERR_TRANSFER, "{side} has no pool {id}")
+}
+
+/// Checks that every byte of the pattern is inside both pools; returns how many it moves.
+///
+/// # Errors
+/// `KVF_ERR_TRANSFER` naming pool, range and size: such a pattern was never proven by a plan.
+pub(super) fn check(pattern: &Pattern, src_bytes: u64, dst_bytes: u64) -> Result<u64> {
+    let Some(extent) = Extent::of(pattern) else {
+        bail!(KVF_ERR_TRANSFER, "a copy of {pattern:?} overflows");
+    };
+    if extent.bytes == 0 {
+        return Ok(0);
+    }
+    let inside = |offset: u64, len: u64, bytes: u64| {
+        offset.checked_add(len).is_some_and(|end| end <= bytes)
+    };
+    if !inside(pattern.src_offset, extent.src, src_bytes) {
+        bail!(
+            KVF_ERR_TRANSFER,
+            "a copy reads {} bytes from offset {} of the peer's pool {}, which has {src_bytes}",
+            extent.src,
+            pattern.src_offset,
+            pattern.src_pool
+        );
+    }
+    if !inside(pattern.dst_offset, extent.dst, dst_bytes) {
+        bail!(
+            KVF_ERR_TRANSFER,
+            "a copy writes {} bytes from offset {} of our pool {}, which has {dst_bytes}",
+            extent.dst,
+            pattern.dst_offset,
+            pattern.dst_pool
+        );
+    }
+    Ok(extent.bytes)
+}
+
+/// Bytes from a pattern's first to behind its last byte on either side, and bytes moved.
+struct Extent {
+    src: u64,
+    dst: u64,
+    bytes: u64,
+}
+
+impl Extent {
+    fn of(pattern: &Pattern) -> Option<Self> {
+        let mut extent = Self {
+            src: pattern.run,
+            dst: pattern.run,
+            bytes: pattern.run,
+        };
+        for dim in pattern.dims.get(..usize::from(pattern.rank))? {
+            extent.bytes = extent.bytes.checked_mul(dim.count)?;
+            let steps = dim.count.saturating_sub(1);
+            extent.src = extent.src.checked_add(dim.src.checked_mul(steps)?)?;
+            extent.dst = extent.dst.checked_add(dim.dst.checked_mul(steps)?)?;
+        }
+        Some(extent)
+    }
+}
+
+/// The contiguous runs of a pattern, in order, as (source, destination) offsets from its start.
+/// Only for a pattern that [`check`] has accepted with more than 0 bytes.
+pub(super) struct Runs<'a> {
+    pattern: &'a Pattern,
+    index: [u64; crate::plan::MAX_DIMS],
+    src: u64,
+    dst: u64,
+    done: bool,
+}
+
+impl<'a> Runs<'a> {
+    pub(super) fn new(pattern: &'a Pattern) -> Self {
+        Self {
+            pattern,
+            index: [0; crate::plan::MAX_DIMS],
+            src: pattern.src_offset,
+            dst: pattern.dst_offset,
+            done: false,
+        }
+    }
+}
+
+impl Iterator for Runs<'_> {
+    type Item = (u64, u64);
+
+    fn next(&mut self) -> Option<(u64, u64)> {
+        if self.done {
+            return None;
+        }
+        let at = (self.src, self.dst);
+        let dims = &self.pattern.dims[..usize::from(self.pattern.rank)];
+        for (dim, index) in dims.iter().zip(&mut self.index).rev() {
+            *index += 1;
+            if *index < dim.count {
+                self.src += dim.src;
+                self.dst += dim.dst;
+                return Some(at);
+            }
+            self.src -= dim.src * (dim.count - 1);
+            self.dst -= dim.dst * (dim.count - 1);
+            *index = 0;
+        }
+        self.done = true;
+        Some(at)
+    }
+}
+
+/// Buffers of [`copy_patterns`], kept from one batch to the next.
+#[derive(Default)]
+pub(super) struct Scratch {
+    dims: Vec<copy::Dim>,
+    placed: Vec<Placed>,
+}
+
+/// A checked pattern with its addresses.
+struct Placed {
+    src: *const u8,
+    dst: *mut u8,
+    run: usize,
+    first_dim: usize,
+    rank: usize,
+}
+
+/// Copies a batch whose source pools this process can address; returns the bytes written.
+///
+/// Nothing is copied before the whole batch has been checked.
+///
+/// # Errors
+/// `KVF_ERR_TRANSFER` for an unknown pool, a range outside of its pool, or a destination that is
+/// also a source.
+pub(super) fn copy_patterns<'p, 'a>(
+    batch: impl Iterator<Item = &'p Pattern> + Clone,
+    source: impl Fn(u32) -> Option<Source<'a>>,
+    job_pool: impl Fn(u32) -> Option<&'a Pool>,
+    scratch: &mut Scratch,
+) -> Result<u64> {
+    scratch.dims.clear();
+    scratch.placed.clear();
+    let mut bytes = 0;
+    let mut shared_range = false;
+    // Neighbouring patterns mostly use the same two pools.
+    let mut known: Option<(u32, u32, Source<'a>, &'a Pool)> = None;
+    for pattern in batch.clone() {
+        let (src, dst) = match known {
+            Some((src_id, dst_id, src, dst))
+                if (src_id, dst_id) == (pattern.src_pool, pattern.dst_pool) =>
+            {
+                (src, dst)
+            }
+            _ => {
+                let src = source(pattern.src_pool)
+                    .ok_or_else(|| unknown_pool("the peer", pattern.src_pool))?;
+                let dst = job_pool(pattern.dst_pool)
+                    .ok_or_else(|| unknown_pool("this side", pattern.dst_pool))?;
+                known = Some((pattern.src_pool, pattern.dst_pool, src, dst));
+                shared_range |= overlap(
+                    (src.base.addr() as u64, src.bytes),
+                    (dst.base().addr() as u64, dst.bytes()),
+                );
+                (src, dst)
+            }
+        };
+        let moved = check(pattern, src.bytes, dst.bytes())?;
+        if moved == 0 {
+            continue;
+        }
+        bytes += moved;
+        let rank = usize::from(pattern.rank);
+        // All lossless: `check` has bounded them by the size of a mapped range.
+        let first_dim = scratch.dims.len();
+        scratch
+            .dims
+            .extend(pattern.dims[..rank].iter().map(|dim| copy::Dim {
+                count: dim.count as usize,
+                src: dim.src as usize,
+                dst: dim.dst as usize,
+            }));
+        scratch.placed.push(Placed {
+            src: src.base.wrapping_add(pattern.src_offset as usize),
+            dst: dst.base().wrapping_add(pattern.dst_offset as usize),
+            run: pattern.run as usize,
+            first_dim,
+            rank,
+        });
+    }
+    if shared_range {
+        refuse_overlap(batch, &source, &job_pool)?;
+    }
+    let strided: Vec<Strided<'_>> = scratch
+        .placed
+        .iter()
+        .map(|at| Strided {
+            src: at.src,
+            dst: at.dst,
+            run: at.run,
+            dims: &scratch.dims[at.first_dim..at.first_dim + at.rank],
+        })
+        .collect();
+    // SAFETY: `check` has put every byte inside its pool or mapping, which the callers' borrows
+    // keep; pools are readable and writable by `Pool`'s contract, mappings readable by `Mapping`'s.
+    // Source and destination are disjoint: either their ranges have no address in common or
+    // `refuse_overlap` has compared the runs.
+    unsafe { copy::run(&strided) };
+    Ok(bytes)
+}
+
+/// Whether two (start, length) ranges have an address in common.
+fn overlap(a: (u64, u64), b: (u64, u64)) -> bool {
+    a.0 < b.0.saturating_add(b.1) && b.0 < a.0.saturating_add(a.1)
+}
+
+/// Compares all source runs with all destination runs of a checked batch. Only for the rare case
+/// of one range registered on both sides; interleaved strides make the extents useless there.
+fn refuse_overlap<'p, 'a>(
+    batch: impl Iterator<Item = &'p Pattern>,
+    source: &impl Fn(u32) -> Option<Source<'a>>,
+    job_pool: &impl Fn(u32) -> Option<&'a Pool>,
+) -> Result<()> {
+    let (mut reads, mut writes) = (Vec::new(), Vec::new());
+    for pattern in batch {
+        let (Some(src), Some(dst)) = (source(pattern.src_pool), job_pool(pattern.dst_pool)) else {
+            continue;
+        };
+        if check(pattern, src.bytes, dst.bytes())? == 0 {
+            continue;
+        }
+        for (from, to) in Runs::new(pattern) {
+            reads.push((src.base.addr() as u64 + from, pattern.run));
+            writes.push((dst.base().addr() as u64 + to, pattern.run));
+        }
+    }
+    reads.sort_unstable();
+    writes.sort_unstable();
+    let mut reads = reads.iter().peekable();
+    for write in writes {
+        while let Some(read) = reads.next_if(|read| read.0 + read.1 <= write.0) {
+            let _ = read; // ends before this write begins, so before all later ones
+        }
+        if let Some(read) = reads.peek()
+            && overlap(**read, write)
+        {
+            bail!(
+                KVF_ERR_TRANSFER,
+                "a copy would write {} bytes at {:#x} that it also reads; publish and pull disjoint slots",
+                write.1,
+                write.0
+            );
+        }
+    }
+    Ok(())
+}
+
+impl fmt::Debug for Source<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:p}+{}", self.base, self.bytes)
+    }
+}
