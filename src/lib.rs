@@ -13,5 +13,6 @@ pub mod memory;
 pub mod plan;
 pub mod runtime;
 pub mod session;
+pub mod transceiver;
 pub mod transport;
 pub mod wire;

@@ -67,8 +67,7 @@ fn system() -> Option<Left> {
 
 /// Free pages of a node and its page cache, which the kernel gives up for a bound allocation.
 fn node(node: u32) -> Option<Left> {
-    let text =
-        fs::read_to_string(format!("/sys/devices/system/node/node{node}/meminfo")).ok()?;
+    let text = fs::read_to_string(format!("/sys/devices/system/node/node{node}/meminfo")).ok()?;
     let bytes = ["MemFree:", "Active(file):", "Inactive(file):"]
         .iter()
         .filter_map(|field| kibibytes(&text, field))

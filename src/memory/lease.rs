@@ -245,7 +245,12 @@ impl LeaseView {
     pub fn nonce(&self) -> [u8; NONCE_BYTES] {
         // SAFETY: the head is inside the mapping; a peer that writes it meanwhile changes which
         // bytes are copied and nothing else.
-        unsafe { self.mapping.base().cast::<[u8; NONCE_BYTES]>().read_volatile() }
+        unsafe {
+            self.mapping
+                .base()
+                .cast::<[u8; NONCE_BYTES]>()
+                .read_volatile()
+        }
     }
 }
 

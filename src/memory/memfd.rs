@@ -272,7 +272,9 @@ pub(super) fn verify(fd: BorrowedFd<'_>, bytes: u64) -> Result<u64> {
         );
     }
     // A hole would be filled on our account, or fault where memory is short.
-    let allocated = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512);
+    let allocated = u64::try_from(stat.st_blocks)
+        .unwrap_or(0)
+        .saturating_mul(512);
     if allocated < size {
         bail!(
             KVF_ERR_PROTOCOL,
@@ -309,5 +311,7 @@ fn huge_page(fd: BorrowedFd<'_>) -> Result<Option<u64>> {
         ));
     }
     let huge = fs.f_type == libc::HUGETLBFS_MAGIC;
-    Ok(huge.then(|| u64::try_from(fs.f_bsize).unwrap_or(0)).filter(|page| *page > 0))
+    Ok(huge
+        .then(|| u64::try_from(fs.f_bsize).unwrap_or(0))
+        .filter(|page| *page > 0))
 }

@@ -96,6 +96,8 @@ pub struct Leader {
     base: u64,
     /// Entries below this position were given out.
     taken: u64,
+    /// OUTCOME entries at or above it.
+    endings_ready: usize,
     /// What each rank has applied; a lost rank no longer holds the log back.
     acked: Vec<u64>,
     /// Position of the last entry of requests in the kept log that are over.
@@ -124,6 +126,7 @@ impl Leader {
             log: VecDeque::new(),
             base: 0,
             taken: 0,
+            endings_ready: 0,
             acked: vec![0; world as usize],
             closed: BTreeMap::new(),
             lost: Ranks::new(world),
@@ -183,10 +186,7 @@ impl Leader {
                 tally.quiet.add(rank);
                 if !tally.decided && tally.done.is_full() {
                     tally.decided = true;
-                    self.log.push_back(Entry {
-                        key,
-                        decision: Decision::Succeeded,
-                    });
+                    self.push(key, Decision::Succeeded);
                     self.close(key);
                     return;
                 }
@@ -246,12 +246,21 @@ impl Leader {
             .saturating_sub((self.taken - self.base) as usize)
     }
 
+    /// OUTCOME entries that [`Self::take`] has not given out yet.
+    pub fn ready_endings(&self) -> usize {
+        self.endings_ready
+    }
+
     /// Gives out up to `max` entries, in order, each once.
     pub fn take(&mut self, max: usize) -> Batch {
         let skip = (self.taken - self.base) as usize;
         let entries: Vec<Entry> = self.log.iter().skip(skip).take(max).copied().collect();
         let from = self.taken;
         self.taken += entries.len() as u64;
+        self.endings_ready -= entries
+            .iter()
+            .filter(|e| e.decision != Decision::Reclaim)
+            .count();
         Batch { from, entries }
     }
 
@@ -298,10 +307,7 @@ impl Leader {
             Some(tally) if !tally.decided => {
                 tally.decided = true;
                 self.deadlines.remove(&(tally.deadline, key));
-                self.log.push_back(Entry {
-                    key,
-                    decision: Decision::Ended { ending, rank },
-                });
+                self.push(key, Decision::Ended { ending, rank });
             }
             Some(_) => self.ignored += 1,
             None => {}
@@ -313,12 +319,14 @@ impl Leader {
             return;
         };
         if tally.decided && (0..self.world).all(|r| tally.quiet.has(r) || self.lost.has(r)) {
-            self.log.push_back(Entry {
-                key,
-                decision: Decision::Reclaim,
-            });
+            self.push(key, Decision::Reclaim);
             self.close(key);
         }
+    }
+
+    fn push(&mut self, key: Key, decision: Decision) {
+        self.endings_ready += usize::from(decision != Decision::Reclaim);
+        self.log.push_back(Entry { key, decision });
     }
 
     /// The entry just pushed was the request's last.

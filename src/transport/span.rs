@@ -61,9 +61,8 @@ pub(super) fn check(pattern: &Pattern, src_bytes: u64, dst_bytes: u64) -> Result
     if extent.bytes == 0 {
         return Ok(0);
     }
-    let inside = |offset: u64, len: u64, bytes: u64| {
-        offset.checked_add(len).is_some_and(|end| end <= bytes)
-    };
+    let inside =
+        |offset: u64, len: u64, bytes: u64| offset.checked_add(len).is_some_and(|end| end <= bytes);
     if !inside(pattern.src_offset, extent.src, src_bytes) {
         bail!(
             KVF_ERR_TRANSFER,

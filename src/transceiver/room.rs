@@ -1,0 +1,675 @@
+//! The transceiver: requests in, cancel, and what holds its parts together.
+
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use super::api::{
+    Cancel, Checked, Config, Consensus, ReceiveRequest, Record, RequestResult, SendRequest, Side,
+};
+use super::codec;
+use super::domain::{Domain, Voter};
+use super::port::{DomainEvents, End, Notice, Notify, Operation, Port};
+use super::signal::Signal;
+use super::table::{Begun, CANCELLED, Table};
+use crate::agent::Outcome;
+use crate::bail;
+use crate::error::{Result, Status};
+use crate::ids::Key;
+use crate::session::Now;
+use crate::session::votes::{Ending, Endings, Leader};
+use crate::wire::votes::{Decisions, Headed, Votes};
+
+/// How much longer than its operation's own deadline a blocked caller waits for its end.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// The request level of one rank. Any thread may call anything.
+///
+/// Dropping it cancels what is in flight and detaches: slots that are still in use stay in the
+/// agent's quarantine.
+pub struct Transceiver<P: Port> {
+    shared: Arc<Shared<P>>,
+}
+
+pub(super) struct Shared<P> {
+    pub port: P,
+    pub config: Config,
+    epoch: Instant,
+    sides: [Cell; 2],
+    signal: Signal,
+}
+
+/// One side: its table and what can be read without its lock.
+pub(super) struct Cell {
+    side: Side,
+    table: Mutex<Table>,
+    pub changed: Condvar,
+    /// A status call has nothing to look at.
+    pub idle: AtomicBool,
+    /// There is a result to take.
+    pub ready: AtomicBool,
+    /// Set by the first request: from then on every rank's status call exchanges.
+    pub used: AtomicBool,
+    /// Number of the next exchange; held during one.
+    pub exchange: Mutex<u64>,
+    /// Held while votes are sent, so that they leave in the order in which they were cast.
+    outbox: Mutex<()>,
+}
+
+impl<P: Port> Transceiver<P> {
+    /// Makes a transceiver upon a port.
+    ///
+    /// # Errors
+    /// What contradicts in the configuration, `KVF_ERR_UNSUPPORTED` for what is not served, or no
+    /// more file descriptors.
+    pub fn with_port(port: P, config: Config) -> Result<Self> {
+        config.check()?;
+        let cells = [
+            Cell::new(Side::Context, &config),
+            Cell::new(Side::Generation, &config),
+        ];
+        let shared = Arc::new(Shared {
+            port,
+            epoch: Instant::now(),
+            sides: cells,
+            signal: Signal::new()?,
+            config,
+        });
+        let config = &shared.config;
+        if config.consensus == Consensus::Votes && config.world > 1 {
+            let weak: Weak<Shared<P>> = Arc::downgrade(&shared);
+            shared.port.join(config.domain, config.world, weak)?;
+        }
+        Ok(Self { shared })
+    }
+
+    /// Readable exactly while a status call has a result to give. Owned by the transceiver; the
+    /// caller only polls it.
+    pub fn event_fd(&self) -> RawFd {
+        self.shared.signal.raw_fd()
+    }
+
+    /// Offers a request's slots to whoever shows the returned ticket. Never blocks.
+    ///
+    /// # Errors
+    /// As [`crate::agent::Agent::publish`], and `KVF_ERR_DUPLICATE`: the key is in use; nothing
+    /// changed.
+    pub fn respond_and_send_async(&self, request: SendRequest) -> Result<Vec<u8>> {
+        let shared = &self.shared;
+        let (key, user_data) = (request.key, request.user_data);
+        let begun = shared.begin(Side::Context, key, user_data, false)?;
+        let notify = shared.notify(Side::Context, key, begun.serial);
+        // With a cancel from before: published and taken back, so that a reader who already has
+        // the ticket's key is told.
+        let op = shared
+            .port
+            .publish(request, notify)
+            .inspect_err(|_| shared.abort(Side::Context, key, begun.serial))?;
+        let ticket = op.ticket();
+        shared.started(Side::Context, key, begun.serial, Some(op));
+        Ok(ticket)
+    }
+
+    /// Sends layer by layer while prefill computes.
+    ///
+    /// # Errors
+    /// `KVF_ERR_UNSUPPORTED`, always.
+    pub fn respond_and_send_layer_wise(&self) -> Result<()> {
+        bail!(
+            KVF_ERR_UNSUPPORTED,
+            "layer-wise sending is not served; call respond_and_send_async after prefill"
+        )
+    }
+
+    /// Readies context requests for which the generation side asked first.
+    ///
+    /// # Errors
+    /// `KVF_ERR_UNSUPPORTED`, always.
+    pub fn prepare_context_requests(&self) -> Result<()> {
+        bail!(
+            KVF_ERR_UNSUPPORTED,
+            "generation-first scheduling is not served; schedule the context side first"
+        )
+    }
+
+    /// Fetches what a ticket offers into the request's slots. Never blocks.
+    ///
+    /// # Errors
+    /// As [`crate::agent::Agent::import_begin`]; `KVF_ERR_DUPLICATE`: the key is in use;
+    /// `KVF_ERR_INVALID_ARGUMENT`: the ticket is about another key. Nothing changed.
+    pub fn request_and_receive_async(&self, peer: &P::Peer, request: ReceiveRequest) -> Result<()> {
+        self.shared.receive(peer, request, false).map(|_| ())
+    }
+
+    /// The same, and waits for its end. [`Self::interrupt`] does not end this wait; its deadline,
+    /// a cancel from another thread and [`Self::shutdown`] do. Slots that are not safe at its end
+    /// are reported by a later status call.
+    ///
+    /// # Errors
+    /// As [`Self::request_and_receive_async`]; `KVF_ERR_UNSUPPORTED` with consensus: the decision
+    /// comes by a later call; `KVF_ERR_SHUTDOWN`, `KVF_ERR_DEADLINE`: not ended yet, a status
+    /// call will report it.
+    pub fn request_and_receive_sync(
+        &self,
+        peer: &P::Peer,
+        request: ReceiveRequest,
+    ) -> Result<RequestResult> {
+        let shared = &self.shared;
+        if shared.config.consensus != Consensus::None {
+            bail!(
+                KVF_ERR_UNSUPPORTED,
+                "a blocking receive would decide for this rank alone; use the async call where \
+                 ranks agree"
+            );
+        }
+        let key = request.key;
+        let limit = shared.deadline_of(&request) + GRACE;
+        let serial = shared.receive(peer, request, true)?;
+        shared.wait_for(key, serial, Instant::now() + limit)
+    }
+
+    /// Cancels a request on either side. It stays visible until its memory is safe and is reported
+    /// once, as whatever came first. Idempotent. For a key that is not known (yet) the cancel is
+    /// remembered for the configured time.
+    pub fn cancel(&self, key: Key) -> Cancel {
+        let shared = &self.shared;
+        let found = Side::ALL.map(|side| shared.with(side, |table, now| table.cancel(key, now)));
+        if found == [Cancel::Remembered; 2] {
+            return Cancel::Remembered;
+        }
+        // An operation may have ended inside its cancel: look again.
+        let mut answer = Cancel::Over;
+        for (side, found) in Side::ALL.into_iter().zip(found) {
+            let now = shared.with(side, |table, _| match found {
+                Cancel::Remembered => {
+                    table.unpark(key);
+                    Cancel::Over
+                }
+                _ => table.cancel_state(key),
+            });
+            if now == Cancel::Pending {
+                answer = Cancel::Pending;
+            }
+        }
+        answer
+    }
+
+    /// Whether memory of this request may still be in use, on any rank where ranks agree.
+    pub fn has_inflight(&self, key: Key) -> bool {
+        Side::ALL
+            .iter()
+            .any(|side| self.shared.cell(*side).lock().in_flight(key))
+    }
+
+    /// Whether no receive is in flight: all have ended, are safe and were reported.
+    pub fn check_gen_transfer_complete(&self) -> bool {
+        self.shared.cell(Side::Generation).lock().len() == 0
+    }
+
+    /// Ends the status calls that wait, or the next one that would. It gives what it has.
+    pub fn interrupt(&self) {
+        for side in Side::ALL {
+            self.shared.with(side, |table, _| table.interrupt());
+        }
+    }
+
+    /// What is known of a request, in flight or among the last ended ones; the generation side's
+    /// if both have it.
+    pub fn record(&self, key: Key) -> Option<Record> {
+        let sides = [Side::Generation, Side::Context];
+        let (mut record, op) = sides
+            .iter()
+            .find_map(|side| self.shared.cell(*side).lock().record(key))?;
+        if let Some(op) = op {
+            let text = op.error_text();
+            if !text.is_empty() {
+                record.text = text;
+            }
+            record.aux = op.aux();
+        }
+        Some(record)
+    }
+
+    /// What status calls return: see [`Checked`] and `docs/transceiver.md`. `at_least`: 0 sweeps,
+    /// N waits for up to N ends, `None` for all in flight; `timeout`: `None` = as configured.
+    /// Appends at most `cap` results to `out`; what does not fit stays for the next call.
+    ///
+    /// # Errors
+    /// Collective: the exchange failed or ranks are out of step; nothing was committed.
+    pub fn check_context_transfer_status(
+        &self,
+        at_least: Option<u32>,
+        timeout: Option<Duration>,
+        cap: usize,
+        out: &mut Vec<RequestResult>,
+    ) -> Result<Checked> {
+        self.shared
+            .check(Side::Context, at_least, timeout, cap, out)
+    }
+
+    /// The same for receives.
+    ///
+    /// # Errors
+    /// As [`Self::check_context_transfer_status`].
+    pub fn check_gen_transfer_status(
+        &self,
+        at_least: Option<u32>,
+        timeout: Option<Duration>,
+        cap: usize,
+        out: &mut Vec<RequestResult>,
+    ) -> Result<Checked> {
+        self.shared
+            .check(Side::Generation, at_least, timeout, cap, out)
+    }
+
+    /// Follower: takes the leader's decision bytes in and gives the results that the leader's
+    /// status call gave. Never waits. Bytes that were applied already give nothing; empty bytes
+    /// fetch what did not fit into an earlier call's `cap`.
+    ///
+    /// # Errors
+    /// `KVF_ERR_GROUP_LOST`: decisions before these are missing, nothing was applied, the engine
+    /// must stop this iteration; `KVF_ERR_STATE`: this transceiver does not vote;
+    /// `KVF_ERR_INVALID_ARGUMENT`, `KVF_ERR_ABI_MISMATCH`: no decision of this domain.
+    pub fn apply(
+        &self,
+        decision: &[u8],
+        cap: usize,
+        out: &mut Vec<RequestResult>,
+    ) -> Result<Checked> {
+        let shared = &self.shared;
+        if shared.config.consensus != Consensus::Votes {
+            bail!(
+                KVF_ERR_STATE,
+                "decision bytes without votes: this transceiver was made with {:?}",
+                shared.config.consensus
+            );
+        }
+        let mut sides = Side::ALL.to_vec();
+        if !decision.is_empty() {
+            let decisions = Decisions::from_bytes(decision)?;
+            let side = Side::ALL.into_iter().find(|s| *s as u32 == decisions.side);
+            let (Some(side), true) = (side, decisions.domain == shared.config.domain) else {
+                bail!(
+                    KVF_ERR_INVALID_ARGUMENT,
+                    "a decision of domain {}, side {} came to domain {}",
+                    decisions.domain,
+                    decisions.side,
+                    shared.config.domain
+                );
+            };
+            let batch = codec::batch_of(&decisions)?;
+            shared.with(side, |table, now| {
+                let new = table.domain.admit(&batch)?;
+                table.apply(&new, now);
+                Ok(())
+            })?;
+            sides = vec![side];
+        }
+        let mut more = false;
+        let mut room = cap;
+        for side in sides {
+            let before = out.len();
+            more |= shared.with(side, |table, _| {
+                table.take(room, out);
+                table.ready() > 0
+            });
+            room -= out.len() - before;
+        }
+        Ok(Checked {
+            status: Status::KVF_OK,
+            more,
+            decision: Vec::new(),
+        })
+    }
+
+    /// Takes no new requests and waits until nothing touches memory on this rank any more:
+    /// `KVF_OK` or `KVF_TIMED_OUT`. Results can be taken before, during and after.
+    pub fn drain(&self, timeout: Duration) -> Status {
+        let deadline = Instant::now() + timeout;
+        for side in Side::ALL {
+            self.shared.with(side, |table, _| table.closed = true);
+        }
+        self.shared.wait_quiet(deadline)
+    }
+
+    /// Takes no new requests, cancels what is in flight, ends all waits, and waits until nothing
+    /// touches memory on this rank any more. Idempotent; results can still be taken.
+    ///
+    /// # Errors
+    /// `KVF_ERR_BUSY`: the time-out passed; the text says how many requests still hold memory.
+    pub fn shutdown(&self, timeout: Duration) -> Result<()> {
+        let shared = &self.shared;
+        shared.stop();
+        if shared.wait_quiet(Instant::now() + timeout) == Status::KVF_OK {
+            return Ok(());
+        }
+        let [context, generation] = Side::ALL.map(|side| shared.cell(side).lock().running());
+        bail!(
+            KVF_ERR_BUSY,
+            "{context} context and {generation} generation requests still hold memory; their \
+             slots stay in the agent's quarantine, call shutdown again or keep the pools"
+        )
+    }
+
+    /// Notices that came twice or for requests that were over: counted, without effect.
+    pub fn late_notices(&self) -> u64 {
+        let sides = Side::ALL.iter();
+        sides
+            .map(|side| self.shared.cell(*side).lock().late_notices())
+            .sum()
+    }
+}
+
+impl<P: Port> Drop for Transceiver<P> {
+    fn drop(&mut self) {
+        self.shared.stop();
+        for side in Side::ALL {
+            self.shared.with(side, |table, _| table.empty());
+        }
+    }
+}
+
+impl<P: Port> std::fmt::Debug for Transceiver<P> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Transceiver")
+            .field(&self.shared.config)
+            .finish()
+    }
+}
+
+impl Cell {
+    fn new(side: Side, config: &Config) -> Self {
+        let limit = match side {
+            Side::Context => config.context_limit,
+            Side::Generation => config.generation_limit,
+        };
+        let failed = |cause| Ending {
+            outcome: Outcome::Failed as u32,
+            cause,
+        };
+        let endings = Endings {
+            late: failed(Status::KVF_ERR_DEADLINE),
+            lost: failed(Status::KVF_ERR_PEER_LOST),
+        };
+        let domain = match config.consensus {
+            Consensus::None => Domain::Single,
+            Consensus::Collective => Domain::Collective,
+            Consensus::Votes if config.rank == 0 => {
+                Domain::Leader(Box::new(Leader::new(config.world, limit, endings)))
+            }
+            Consensus::Votes => Domain::Follower(Voter::default()),
+        };
+        let (memory, records) = (config.cancel_memory, config.records);
+        Self {
+            side,
+            table: Mutex::new(Table::new(side, config.rank, memory, records, domain)),
+            changed: Condvar::new(),
+            idle: AtomicBool::new(true),
+            ready: AtomicBool::new(false),
+            used: AtomicBool::new(false),
+            exchange: Mutex::new(0),
+            outbox: Mutex::new(()),
+        }
+    }
+
+    /// The table. After a panic of a thread that held it, it is used as it is: every change of it
+    /// is complete before anything can panic.
+    pub fn lock(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<P> Shared<P> {
+    pub fn cell(&self, side: Side) -> &Cell {
+        let [context, generation] = &self.sides;
+        match side {
+            Side::Context => context,
+            Side::Generation => generation,
+        }
+    }
+
+    pub fn now(&self) -> Now {
+        self.epoch.elapsed()
+    }
+
+    /// Makes a change visible: to status calls without a lock, to the descriptor, to waiters.
+    pub fn publish(&self, cell: &Cell, table: &mut Table) {
+        cell.idle.store(table.idle(), Ordering::Release);
+        let ready = table.ready() > 0;
+        if cell.ready.swap(ready, Ordering::AcqRel) != ready {
+            self.signal.set(cell.side, ready);
+        }
+        if std::mem::take(&mut table.wake) {
+            cell.changed.notify_all();
+        }
+    }
+}
+
+impl<P: Port> Shared<P> {
+    /// Changes a side's table, makes it visible, and then does what the change asks for.
+    pub fn with<R>(&self, side: Side, change: impl FnOnce(&mut Table, Now) -> R) -> R {
+        let cell = self.cell(side);
+        let mut table = cell.lock();
+        // After the lock: a table's times must not run backwards.
+        let now = self.now();
+        let result = change(&mut table, now);
+        self.release(cell, table);
+        result
+    }
+
+    /// Ends a use of the table: publishes, unlocks, cancels and drops operations, sends votes.
+    pub fn release(&self, cell: &Cell, mut table: MutexGuard<'_, Table>) {
+        self.publish(cell, &mut table);
+        let cancels = std::mem::take(&mut table.cancels);
+        let dropped = std::mem::take(&mut table.dropped);
+        let votes = table.domain.has_outgoing();
+        drop(table);
+        for op in cancels {
+            op.cancel();
+        }
+        drop(dropped);
+        if votes {
+            self.send_votes(cell);
+        }
+    }
+
+    fn send_votes(&self, cell: &Cell) {
+        let in_order = cell.outbox.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let Some(mut message) = cell.lock().domain.outgoing() else {
+                return;
+            };
+            message.domain = self.config.domain;
+            message.rank = self.config.rank;
+            message.side = cell.side as u32;
+            if self.port.send(0, cell.side, message.to_bytes()).is_err() {
+                drop(in_order);
+                self.with(cell.side, |table, now| table.leader_lost(now));
+                return;
+            }
+        }
+    }
+
+    fn begin(&self, side: Side, key: Key, user_data: u64, waited_for: bool) -> Result<Begun> {
+        self.cell(side).used.store(true, Ordering::Release);
+        let begun = self.with(side, |table, now| {
+            table.begin(key, user_data, waited_for, now)
+        })?;
+        if begun.cancelled {
+            let other = match side {
+                Side::Context => Side::Generation,
+                Side::Generation => Side::Context,
+            };
+            self.with(other, |table, _| table.unpark(key));
+        }
+        Ok(begun)
+    }
+
+    fn started(&self, side: Side, key: Key, serial: u64, op: Option<Arc<dyn Operation>>) {
+        self.with(side, |table, now| table.started(key, serial, op, now));
+    }
+
+    fn abort(&self, side: Side, key: Key, serial: u64) {
+        self.with(side, |table, _| table.abort(key, serial));
+    }
+
+    fn notify(self: &Arc<Self>, side: Side, key: Key, serial: u64) -> Notify {
+        let shared = Arc::downgrade(self);
+        Box::new(move |notice| {
+            if let Some(shared) = shared.upgrade() {
+                shared.with(side, |table, now| table.notice(key, serial, notice, now));
+            }
+        })
+    }
+
+    fn deadline_of(&self, request: &ReceiveRequest) -> Duration {
+        match request.import.deadline {
+            Duration::ZERO => self.config.transfer,
+            deadline => deadline,
+        }
+    }
+
+    fn receive(
+        self: &Arc<Self>,
+        peer: &P::Peer,
+        mut request: ReceiveRequest,
+        waited_for: bool,
+    ) -> Result<u64> {
+        let key = request.key;
+        let offered = self.port.ticket_key(&request.import.ticket)?;
+        if offered != key {
+            bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "the ticket is about {offered}, the request about {key}; both sides use the \
+                 orchestrator's key"
+            );
+        }
+        request.import.deadline = self.deadline_of(&request);
+        let side = Side::Generation;
+        let user_data = request.import.user_data;
+        let Begun { serial, cancelled } = self.begin(side, key, user_data, waited_for)?;
+        if cancelled {
+            // Nothing was begun, so nothing can complete; the source frees its slots now and not
+            // when its lease ends. If it cannot be told, the lease ends.
+            let _ = self
+                .port
+                .decline(peer, &request.import.ticket, CANCELLED.cause);
+            self.started(side, key, serial, None);
+            let end = End {
+                outcome: Outcome::Cancelled,
+                cause: CANCELLED.cause,
+                memory_safe: true,
+                bytes: 0,
+                bytes_total: 0,
+                transport: "",
+            };
+            self.with(side, |table, now| {
+                table.notice(key, serial, Notice::Ended(end), now);
+            });
+            return Ok(serial);
+        }
+        let notify = self.notify(side, key, serial);
+        let op = self
+            .port
+            .import(peer, request.import, notify)
+            .inspect_err(|_| self.abort(side, key, serial))?;
+        self.started(side, key, serial, Some(op));
+        Ok(serial)
+    }
+
+    fn wait_for(&self, key: Key, serial: u64, deadline: Instant) -> Result<RequestResult> {
+        let cell = self.cell(Side::Generation);
+        let mut table = cell.lock();
+        loop {
+            if let Some(result) = table.take_waited(key, serial) {
+                self.release(cell, table);
+                return Ok(result);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if table.stopped || left.is_zero() {
+                let stopped = table.stopped;
+                table.stop_waiting(key, serial);
+                self.release(cell, table);
+                if stopped {
+                    bail!(KVF_ERR_SHUTDOWN, "{key}: the transceiver is shutting down");
+                }
+                bail!(
+                    KVF_ERR_DEADLINE,
+                    "{key}: not ended {} s after its own deadline; a status call will report it",
+                    GRACE.as_secs()
+                );
+            }
+            table = wait(cell, table, left);
+        }
+    }
+
+    fn stop(&self) {
+        for side in Side::ALL {
+            self.with(side, |table, now| {
+                table.closed = true;
+                table.stopped = true;
+                table.wake = true;
+                table.cancel_all(now);
+            });
+        }
+    }
+
+    fn wait_quiet(&self, deadline: Instant) -> Status {
+        for side in Side::ALL {
+            let cell = self.cell(side);
+            let mut table = cell.lock();
+            while table.running() > 0 {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Status::KVF_TIMED_OUT;
+                }
+                table = wait(cell, table, left);
+            }
+        }
+        Status::KVF_OK
+    }
+}
+
+/// Waits for a change of the table, at most so long.
+pub(super) fn wait<'a>(
+    cell: &Cell,
+    table: MutexGuard<'a, Table>,
+    left: Duration,
+) -> MutexGuard<'a, Table> {
+    let waited = cell.changed.wait_timeout(table, left);
+    waited.unwrap_or_else(PoisonError::into_inner).0
+}
+
+impl<P: Port> DomainEvents for Shared<P> {
+    fn message(&self, from: u32, bytes: &[u8]) {
+        // What cannot be read or is another domain's changes nothing here; its sender's requests
+        // end by their limit, with that rank named.
+        let Ok(message) = Votes::from_bytes(bytes) else {
+            return;
+        };
+        let side = Side::ALL.into_iter().find(|s| *s as u32 == message.side);
+        if let Some(side) = side
+            && message.domain == self.config.domain
+            && message.rank == from
+        {
+            self.with(side, |table, now| {
+                table.domain.incoming(from, &message, now);
+                table.wake = true;
+            });
+        }
+    }
+
+    fn lost(&self, rank: u32) {
+        for side in Side::ALL {
+            self.with(side, |table, now| {
+                if rank == 0 {
+                    table.leader_lost(now);
+                } else {
+                    table.domain.lose_rank(rank);
+                }
+                table.wake = true;
+            });
+        }
+    }
+}
