@@ -7,9 +7,11 @@
 pub mod agent;
 pub mod copy;
 pub mod error;
+pub mod ffi;
 pub mod ids;
 pub mod layout;
 pub mod memory;
+pub mod observe;
 pub mod plan;
 pub mod runtime;
 pub mod session;

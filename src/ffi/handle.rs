@@ -1,0 +1,175 @@
+//! What stands behind a handle: the core's object, whether a panic has poisoned it, and whether
+//! its agent has ended.
+//!
+//! Invariant: every handle keeps its agent alive, so children may be used and destroyed after
+//! `kvf_agent_destroy()`; they then answer `KVF_ERR_SHUTDOWN`.
+
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::boundary::guard_destroy;
+use super::log::Log;
+use crate::agent::Agent;
+use crate::bail;
+use crate::error::{Result, Status};
+
+/// The agent as its handle and its children share it.
+pub(crate) struct Shared {
+    /// The core's agent.
+    pub(crate) core: Agent,
+    /// The caller's log callback, to be silenced at the end.
+    pub(crate) log: Option<Arc<Log>>,
+    ended: AtomicBool,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.core.fmt(f)
+    }
+}
+
+impl Shared {
+    pub(crate) fn new(core: Agent, log: Option<Arc<Log>>) -> Self {
+        Self {
+            core,
+            log,
+            ended: AtomicBool::new(false),
+        }
+    }
+
+    /// From now on every call on a child is refused.
+    pub(crate) fn end(&self) {
+        self.ended.store(true, Ordering::Release);
+    }
+
+    /// Whether `kvf_agent_destroy()` was called.
+    pub(crate) fn ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+}
+
+/// A core object with its handle's state.
+#[derive(Debug)]
+pub(crate) struct Object<T> {
+    core: T,
+    /// `None`: the object belongs to no agent.
+    agent: Option<Arc<Shared>>,
+    poisoned: AtomicBool,
+}
+
+impl<T> Object<T> {
+    /// An object that lives under `agent`.
+    pub(crate) fn child(agent: &Arc<Shared>, core: T) -> Self {
+        Self {
+            core,
+            agent: Some(agent.clone()),
+            poisoned: AtomicBool::new(false),
+        }
+    }
+
+    /// An object without a parent.
+    pub(crate) fn root(core: T) -> Self {
+        Self {
+            core,
+            agent: None,
+            poisoned: AtomicBool::new(false),
+        }
+    }
+
+    /// The object, for one call.
+    ///
+    /// # Errors
+    /// `KVF_ERR_INTERNAL` after a panic, `KVF_ERR_SHUTDOWN` after its agent's end.
+    pub(crate) fn enter(&self, what: &str) -> Result<Use<'_, T>> {
+        if self.poisoned.load(Ordering::Acquire) {
+            bail!(
+                KVF_ERR_INTERNAL,
+                "an earlier call on this {what} hit a bug in kvferry; destroy it"
+            );
+        }
+        if self.agent.as_ref().is_some_and(|agent| agent.ended()) {
+            bail!(
+                KVF_ERR_SHUTDOWN,
+                "the agent of this {what} was destroyed; only its _destroy function is left"
+            );
+        }
+        Ok(Use(self))
+    }
+}
+
+/// A call's hold on an object: a panic while it lives poisons the object.
+#[derive(Debug)]
+pub(crate) struct Use<'a, T>(&'a Object<T>);
+
+impl<T> Use<'_, T> {
+    /// The agent that the object lives under.
+    ///
+    /// # Errors
+    /// `KVF_ERR_INTERNAL` for an object without one.
+    pub(crate) fn agent(&self) -> Result<&Arc<Shared>> {
+        match &self.0.agent {
+            Some(agent) => Ok(agent),
+            None => bail!(KVF_ERR_INTERNAL, "an object without agent was asked for it"),
+        }
+    }
+
+    /// Refuses an object of another agent.
+    ///
+    /// # Errors
+    /// `KVF_ERR_INVALID_ARGUMENT`.
+    pub(crate) fn must_belong_to(&self, agent: &Arc<Shared>, what: &str) -> Result<()> {
+        if !Arc::ptr_eq(self.agent()?, agent) {
+            bail!(KVF_ERR_INVALID_ARGUMENT, "{what} belongs to another agent");
+        }
+        Ok(())
+    }
+}
+
+impl<T> Deref for Use<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0.core
+    }
+}
+
+impl<T> Drop for Use<'_, T> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.poisoned.store(true, Ordering::Release);
+        }
+    }
+}
+
+/// Ends a handle: `end` gets the core object. In a forked child the core object is left alone
+/// (its threads, sockets and shared pages are the parent's) and only the handle's memory is freed.
+///
+/// # Safety
+/// `handle` must be NULL or come from `Out::set_handle`, and nobody may use it any more.
+pub(crate) unsafe fn destroy<H, T>(
+    handle: *mut H,
+    open: impl FnOnce(H) -> Object<T>,
+    end: impl FnOnce(T, Option<&Shared>) -> Result<Status>,
+) -> Status {
+    let mut outcome = Status::KVF_OK;
+    let status = guard_destroy(|forked| {
+        if handle.is_null() {
+            return Ok(());
+        }
+        // SAFETY: by contract a live box that nobody else uses.
+        let object = open(*unsafe { Box::from_raw(handle) });
+        if forked {
+            std::mem::forget(object);
+            return Ok(());
+        }
+        outcome = end(object.core, object.agent.as_deref())?;
+        Ok(())
+    });
+    if status == Status::KVF_OK {
+        outcome
+    } else {
+        status
+    }
+}

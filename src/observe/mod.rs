@@ -1,0 +1,3 @@
+//! What kvferry knows about itself and its process. A leaf: every impure module may use it.
+
+pub mod marks;
