@@ -18,6 +18,19 @@ use crate::layout::Layout;
 /// Receives log lines: level (1 error, 2 warning, 3 info, 4 debug) and text.
 pub type LogSink = Box<dyn Fn(u32, &str) + Send + Sync>;
 
+/// What an observer is told, on a kvferry thread or inside the call that ended the operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notice {
+    /// The operation has its outcome.
+    Ended,
+    /// Its slots may be reused (never before `Ended`).
+    MemorySafe,
+}
+
+/// Called for each notice instead of queueing events. Must not block and must not call the agent
+/// that it observes.
+pub type Observer = std::sync::Arc<dyn Fn(Notice) + Send + Sync>;
+
 /// One rank's agent. Dropping it ends it without waiting.
 #[derive(Debug)]
 pub struct Agent {}
@@ -90,6 +103,19 @@ impl Agent {
     }
     /// Offers slots under a lease.
     pub fn publish(&self, _desc: PublishDesc) -> Result<Publication> {
+        bail!(KVF_ERR_UNSUPPORTED, "not built yet")
+    }
+    /// [`Self::publish`], with an observer in place of events.
+    pub fn publish_observed(&self, _desc: PublishDesc, _observer: Observer) -> Result<Publication> {
+        bail!(KVF_ERR_UNSUPPORTED, "not built yet")
+    }
+    /// [`Self::import_begin`], with an observer in place of events.
+    pub fn import_observed(
+        &self,
+        _peer: &Peer,
+        _desc: ImportDesc,
+        _observer: Observer,
+    ) -> Result<Transfer> {
         bail!(KVF_ERR_UNSUPPORTED, "not built yet")
     }
     /// Renews the lease of a ticket whose request is still queued here.

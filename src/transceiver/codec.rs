@@ -10,6 +10,11 @@ use crate::{bail, err};
 
 use super::api::Side;
 
+/// No decision is longer than the head and its entries.
+pub(super) const DECISION_HEAD: usize = 64;
+/// See [`DECISION_HEAD`].
+pub(super) const DECISION_ENTRY: usize = 48;
+
 const DONE: u32 = 1;
 const ENDED: u32 = 2;
 const QUIET: u32 = 3;
@@ -184,4 +189,92 @@ pub(super) fn ballot_of(lists: &Lists, domain: u64, side: Side, round: u64) -> R
         completed: keys(&lists.completed),
         quiet: keys(&lists.quiet),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::votes::Headed;
+
+    #[test]
+    fn the_longest_decision_fits_the_promised_bytes() {
+        let ending = Ending {
+            outcome: u32::MAX,
+            cause: Status::KVF_ERR_INTERNAL,
+        };
+        let rank = u32::MAX;
+        let key = Key {
+            request: u64::MAX,
+            attempt: u32::MAX,
+        };
+        let decision = Decision::Ended { ending, rank };
+        let from = u64::MAX;
+        for count in [0, 1, 1000] {
+            let entries = vec![Entry { key, decision }; count];
+            let message = decisions(u64::MAX, Side::Generation, &Batch { from, entries });
+            let most = DECISION_HEAD + count * DECISION_ENTRY;
+            assert!(message.to_bytes().len() <= most, "{count} entries");
+        }
+    }
+
+    #[test]
+    fn votes_entries_and_ballots_come_back_as_they_were() {
+        let ending = Ending {
+            outcome: Outcome::Expired as u32,
+            cause: Status::KVF_ERR_DEADLINE,
+        };
+        let key = Key {
+            request: 1 << 50,
+            attempt: 7,
+        };
+        for vote in [
+            Vote::Done,
+            Vote::Quiet,
+            Vote::Ended(ending),
+            Vote::Cancel(ending),
+        ] {
+            assert_eq!(vote_of(&vote_line(key, vote)), Some((key, vote)));
+        }
+        let entries = [
+            Decision::Succeeded,
+            Decision::Reclaim,
+            Decision::Ended { ending, rank: 5 },
+        ];
+        let entries = entries.map(|decision| Entry { key, decision }).to_vec();
+        let batch = Batch { from: 9, entries };
+        assert_eq!(batch_of(&decisions(3, Side::Context, &batch)), Ok(batch));
+        let ballot = Ballot {
+            cancelled: vec![Verdict {
+                key,
+                ending,
+                rank: 2,
+            }],
+            failed: vec![],
+            completed: vec![key],
+            quiet: vec![key, key],
+        };
+        let sent = lists(3, Side::Context, 4, &ballot);
+        assert_eq!(ballot_of(&sent, 3, Side::Context, 4), Ok(ballot));
+        for (domain, side, round) in [
+            (2, Side::Context, 4),
+            (3, Side::Generation, 4),
+            (3, Side::Context, 5),
+        ] {
+            let lost = ballot_of(&sent, domain, side, round).unwrap_err();
+            assert_eq!(lost.status, Status::KVF_ERR_GROUP_LOST);
+        }
+    }
+
+    #[test]
+    fn kinds_of_a_newer_library_are_never_applied() {
+        let mut vote = vote_line(Key::default(), Vote::Done);
+        vote.kind = 9;
+        assert_eq!(vote_of(&vote), None);
+        let decisions = Decisions {
+            entries: vec![vote],
+            ..Decisions::default()
+        };
+        let refused = batch_of(&decisions).unwrap_err();
+        assert_eq!(refused.status, Status::KVF_ERR_ABI_MISMATCH);
+    }
 }

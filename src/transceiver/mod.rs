@@ -10,14 +10,18 @@
 //! port or the caller's all-gather is called, except the exchange and the outbox, which nothing
 //! takes from inside those calls.
 
+mod agent_port;
 mod api;
 mod codec;
 mod domain;
+mod gather;
 pub mod port;
 mod room;
 mod signal;
 mod status;
 mod table;
 
+pub use agent_port::AgentPort;
 pub use api::*;
+pub use gather::framed;
 pub use room::Transceiver;

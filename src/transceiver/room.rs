@@ -263,6 +263,26 @@ impl<P: Port> Transceiver<P> {
             .check(Side::Generation, at_least, timeout, cap, out)
     }
 
+    /// How many results a status call may return so that its decision fits into so many bytes.
+    ///
+    /// # Errors
+    /// `KVF_ERR_OUT_OF_RANGE`: not even one, and this rank's status calls make decisions.
+    pub fn results_within(&self, decision_bytes: usize) -> Result<usize> {
+        let config = &self.shared.config;
+        if config.consensus != Consensus::Votes || config.rank != 0 {
+            return Ok(usize::MAX);
+        }
+        match decision_bytes.saturating_sub(codec::DECISION_HEAD) / codec::DECISION_ENTRY {
+            0 => bail!(
+                KVF_ERR_OUT_OF_RANGE,
+                "{decision_bytes} bytes for the decision; this rank leads its domain and needs                  {} and {} per result",
+                codec::DECISION_HEAD,
+                codec::DECISION_ENTRY
+            ),
+            fit => Ok(fit),
+        }
+    }
+
     /// Follower: takes the leader's decision bytes in and gives the results that the leader's
     /// status call gave. Never waits. Bytes that were applied already give nothing; empty bytes
     /// fetch what did not fit into an earlier call's `cap`.
