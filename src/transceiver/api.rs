@@ -282,6 +282,8 @@ pub struct Record {
     pub outcome: Outcome,
     /// Why.
     pub cause: Status,
+    /// The rank of the domain that decided the outcome; this one for a success and while pending.
+    pub rank: u32,
     /// For people; empty for a success.
     pub text: String,
     /// The request's call, since the transceiver was made.

@@ -808,6 +808,7 @@ impl Request {
                 (None, Some(end)) => end.cause,
                 (None, None) => Status::KVF_IN_PROGRESS,
             },
+            rank: self.decided.map_or(rank, |d| d.rank),
             text: by_other.map_or_else(String::new, |d| {
                 format!("rank {} of the domain: {:?}", d.rank, d.ending.cause)
             }),
