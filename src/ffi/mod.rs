@@ -28,6 +28,7 @@ mod status;
 #[allow(dead_code)] // a tool box: each object's file takes its part
 pub(crate) mod structs;
 mod testing;
+mod transceiver;
 mod transfer;
 mod version;
 
@@ -45,5 +46,6 @@ pub use publication::*;
 pub use status::*;
 #[cfg(feature = "testing")]
 pub use testing::*;
+pub use transceiver::*;
 pub use transfer::*;
 pub use version::*;

@@ -10,10 +10,10 @@ use crate::{bail, err};
 
 use super::api::Side;
 
-/// No decision is longer than the head and its entries.
-pub(super) const DECISION_HEAD: usize = 64;
-/// See [`DECISION_HEAD`].
-pub(super) const DECISION_ENTRY: usize = 48;
+/// Bytes of a decision without results.
+pub const DECISION_HEAD: usize = 64;
+/// Bytes that each result adds to a decision at most.
+pub const DECISION_ENTRY: usize = 48;
 
 const DONE: u32 = 1;
 const ENDED: u32 = 2;

@@ -23,5 +23,6 @@ mod table;
 
 pub use agent_port::AgentPort;
 pub use api::*;
+pub use codec::{DECISION_ENTRY, DECISION_HEAD};
 pub use gather::framed;
 pub use room::Transceiver;

@@ -195,6 +195,12 @@ impl<P: Port> Transceiver<P> {
         answer
     }
 
+    /// The ticket of a context request that is in the table.
+    pub fn ticket(&self, key: Key) -> Option<Vec<u8>> {
+        let found = self.shared.cell(Side::Context).lock().operation(key);
+        found.map(|op| op.ticket())
+    }
+
     /// Whether memory of this request may still be in use, on any rank where ranks agree.
     pub fn has_inflight(&self, key: Key) -> bool {
         Side::ALL

@@ -637,6 +637,11 @@ impl Table {
         records.find(|(record, _)| record.key == key).cloned()
     }
 
+    /// The operation of a request that is not over.
+    pub(super) fn operation(&self, key: Key) -> Operated {
+        self.requests.get(&key)?.op.clone()
+    }
+
     /// Everything that holds an operation, for the end of the transceiver.
     pub(super) fn empty(&mut self) {
         let live = self.requests.drain().filter_map(|(_, r)| r.op);
