@@ -185,6 +185,16 @@
 #define KVF_POLICY_LOWEST 1
 
 /**
+ * JSON (default): an object with the arrays `transfers`, `uncovered` and `errors`.
+ */
+#define KVF_EXPLAIN_JSON 0
+
+/**
+ * A table for people, with one line for each thing that is wrong.
+ */
+#define KVF_EXPLAIN_TABLE 1
+
+/**
  * Any NUMA node (default).
  */
 #define KVF_NUMA_ANY 0
@@ -721,14 +731,18 @@ typedef struct kvf_pull_desc {
    */
   size_t ticket_bytes;
   /**
-   * Destination block of each ordinal that this rank owns, in order from ordinal 0; -1 = not
-   * wanted.
+   * Destination block of each ordinal that this rank owns, in order from `first_ordinal`; -1 =
+   * not wanted.
    */
   const int32_t *slots;
   /**
-   * Elements of `slots`.
+   * Elements of `slots`; the last one takes the last wanted token.
    */
   size_t num_slots;
+  /**
+   * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+   */
+  uint64_t first_ordinal;
   /**
    * Tokens before this one are here already (prefix hit) and are not written; a multiple of
    * this rank's block size.
@@ -778,14 +792,18 @@ typedef struct kvf_import_group {
    */
   uint32_t reserved;
   /**
-   * Destination block of each ordinal that this rank owns, in order from ordinal 0; -1 = not
-   * wanted.
+   * Destination block of each ordinal that this rank owns, in order from `first_ordinal`; -1 =
+   * not wanted.
    */
   const int32_t *slots;
   /**
-   * Elements of `slots`.
+   * Elements of `slots`; the last one takes the last wanted token.
    */
   size_t num_slots;
+  /**
+   * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+   */
+  uint64_t first_ordinal;
   /**
    * Tokens before this one are here already (prefix hit) and are not written; a multiple of
    * this rank's block size.
@@ -933,9 +951,9 @@ typedef struct kvf_receive_desc {
    */
   uint32_t abi_version;
   /**
-   * Must be 0.
+   * Larger is served first; 0 = normal.
    */
-  uint32_t reserved;
+  int32_t priority;
   /**
    * Request and attempt.
    */
@@ -1007,13 +1025,17 @@ typedef struct kvf_published_group {
    */
   uint32_t reserved;
   /**
-   * Block of each ordinal that this rank owns, in order from ordinal 0; -1 = not held.
+   * Block of each ordinal that this rank owns, in order from `first_ordinal`; -1 = not held.
    */
   const int32_t *slots;
   /**
-   * Elements of `slots`.
+   * Elements of `slots`; the last one holds the last valid token.
    */
   size_t num_slots;
+  /**
+   * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+   */
+  uint64_t first_ordinal;
   /**
    * First valid token.
    */
@@ -1469,7 +1491,7 @@ typedef struct kvf_pool_info {
    */
   uint32_t abi_version;
   /**
-   * A kvf_status: KVF_IN_PROGRESS while kvferry may touch the memory, KVF_OK when it may be
+   * A kvf_status: KVF_ERR_BUSY = registered, KVF_IN_PROGRESS = being taken back, KVF_OK = may be
    * freed.
    */
   int32_t status;
@@ -1496,7 +1518,7 @@ typedef struct kvf_publish_desc {
    */
   uint32_t reserved;
   /**
-   * Request and attempt; one live publication per key and agent.
+   * Request and attempt.
    */
   struct kvf_key key;
   /**
@@ -1755,7 +1777,8 @@ kvf_status kvf_agent_event_fd(const struct kvf_agent *agent, int *fd) KVF_NOEXCE
  *
  * @param agent       The agent.
  * @param timeout_ns  Longest wait, in ns; 0 = only look.
- * @return KVF_OK when nothing is running; KVF_TIMED_OUT with what still is in kvf_last_error().
+ * @return KVF_OK when nothing is running; KVF_ERR_DEADLINE with what still is in
+ *         kvf_last_error().
  *
  * # Safety
  * @p agent must be live.
@@ -1915,8 +1938,10 @@ KVF_NOEXCEPT;
  * @return KVF_OK: begun, or complete already; KVF_ERR_OUT_OF_RANGE for a slot, group or token
  *         outside of the layout; KVF_ERR_DUPLICATE for a slot named twice; KVF_ERR_SLOT_BUSY for
  *         a slot that a transfer, a publication or the quarantine holds, named in
- *         kvf_last_error(); KVF_ERR_PROTOCOL for bytes that are no ticket; KVF_ERR_UNSUPPORTED
- *         for a stream. Nothing has changed then; whatever fails later is the transfer's outcome.
+ *         kvf_last_error(); KVF_ERR_INVALID_ARGUMENT for bytes that are no ticket and for a
+ *         ticket of another engine; KVF_ERR_NOT_FOUND for a group that was not published;
+ *         KVF_ERR_PREFIX_MISMATCH; KVF_ERR_UNSUPPORTED for a stream. Nothing has changed then;
+ *         whatever fails later is the transfer's outcome.
  *
  * # Safety
  * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
@@ -1939,7 +1964,7 @@ KVF_NOEXCEPT;
  * @param[in]  desc      Start from KVF_IMPORT_DESC_INIT. Nothing of it is kept.
  * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
  * @return As kvf_pull_begin(); KVF_ERR_UNSUPPORTED also for KVF_DIRECTION_PUSH;
- *         KVF_ERR_INVALID_ARGUMENT for an owned-only slot that is to be written.
+ *         KVF_ERR_DUPLICATE also for an owned-only slot that is to be written.
  *
  * # Safety
  * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
@@ -2131,32 +2156,32 @@ kvf_status kvf_peer_remove(struct kvf_peer *peer) KVF_NOEXCEPT;
 kvf_status kvf_peer_destroy(struct kvf_peer *peer) KVF_NOEXCEPT;
 
 /**
- * Says what would move between two engines, as JSON: `transfers`, `uncovered` and `errors`
- * (docs/layouts.md has the schema of input and output). Needs no agent.
+ * Says what would move between two engines, from their layout files; docs/layouts.md has the
+ * schemas. Needs no agent.
  *
- * @param[in]  source             Layout file of the source engine, JSON.
- * @param      source_bytes       Its length.
- * @param[in]  destination        Layout file of the destination engine, JSON.
- * @param      destination_bytes  Its length.
- * @param      policy             KVF_POLICY_SPREAD or KVF_POLICY_LOWEST.
- * @param[out] json               Receives the NUL-terminated JSON; may be NULL when @p cap is 0.
- * @param      cap                Size of @p json in bytes; 0 only asks for the size.
- * @param[out] needed             Receives the size with the NUL, also when @p json is too small;
- *                                may be NULL.
- * @return KVF_OK, also for engines that do not fit: `errors` says why; KVF_ERR_OUT_OF_RANGE when
- *         @p json is too small (it stays untouched); KVF_ERR_INVALID_ARGUMENT for input that is
- *         no layout file.
+ * What is wrong with the files or between the engines is told in the explanation, so that the
+ * call itself succeeds.
+ *
+ * @param[in]  source       Layout file of the source engine: UTF-8 JSON.
+ * @param[in]  destination  Layout file of the destination engine: UTF-8 JSON.
+ * @param      policy       KVF_POLICY_SPREAD or KVF_POLICY_LOWEST.
+ * @param      format       KVF_EXPLAIN_JSON or KVF_EXPLAIN_TABLE.
+ * @param[out] text         Receives the NUL-terminated explanation; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p text in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size with the NUL, also when @p text is too small; may be
+ *                          NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p text is too small (it stays untouched);
+ *         KVF_ERR_INVALID_ARGUMENT for input that is not UTF-8 and for unknown numbers.
  *
  * # Safety
- * @p source and @p destination must point to as many readable bytes, @p json to @p cap writable
- * bytes, @p needed be NULL or writable.
+ * @p source and @p destination must point to descriptions of readable bytes, @p text to @p cap
+ * writable bytes, @p needed be NULL or writable.
  */
-kvf_status kvf_plan_explain(const void *source,
-                            size_t source_bytes,
-                            const void *destination,
-                            size_t destination_bytes,
+kvf_status kvf_plan_explain(const struct kvf_bytes *source,
+                            const struct kvf_bytes *destination,
                             uint32_t policy,
-                            char *json,
+                            uint32_t format,
+                            char *text,
                             size_t cap,
                             size_t *needed)
 KVF_NOEXCEPT;
@@ -2187,13 +2212,14 @@ KVF_NOEXCEPT;
  * Registers memory of the caller.
  *
  * It must stay mapped, and stay the same memory, until kvferry says that it may be freed: see
- * kvf_pool_unregister_begin(). Ranges may overlap other pools' ranges.
+ * kvf_pool_unregister_begin(). It must not overlap another pool of the agent.
  *
  * @param      agent  The agent.
  * @param[in]  desc   Start from KVF_POOL_DESC_INIT. Not kept.
  * @param[out] pool   Receives the pool; end it with kvf_pool_destroy().
  * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for a NULL base, 0 bytes or an unknown kind;
  *         KVF_ERR_OUT_OF_RANGE for a range that passes the end of the address space;
+ *         KVF_ERR_DUPLICATE for memory that overlaps another pool;
  *         KVF_ERR_UNSUPPORTED for KVF_MEMORY_DEVICE.
  *
  * # Safety
@@ -2239,7 +2265,7 @@ kvf_status kvf_pool_id(const struct kvf_pool *pool, uint32_t *id) KVF_NOEXCEPT;
  *
  * @param pool         The pool.
  * @param deadline_ns  From now, in ns; 0 = the event comes at once, whatever it says.
- * @return KVF_OK: begun; KVF_ERR_NOT_FOUND: released before.
+ * @return KVF_OK: begun; KVF_ERR_STATE: it was begun before and has not ended.
  *
  * # Safety
  * @p pool must be live.
@@ -2283,10 +2309,10 @@ kvf_status kvf_pool_destroy(struct kvf_pool *pool) KVF_NOEXCEPT;
  * @param[in]  desc         Start from KVF_PUBLISH_DESC_INIT. Nothing of it is kept.
  * @param[out] publication  Receives the publication; end it with kvf_publication_destroy().
  * @return KVF_OK; KVF_ERR_OUT_OF_RANGE for a slot, group or token outside of the layout;
- *         KVF_ERR_DUPLICATE for a slot or group named twice or a key that is published already;
- *         KVF_ERR_SLOT_BUSY for a slot that a transfer writes, with its holder in
- *         kvf_last_error(); KVF_ERR_LIMIT when `max_publications` live; KVF_ERR_UNSUPPORTED for
- *         a stream. Nothing was offered then.
+ *         KVF_ERR_DUPLICATE for a slot or group named twice; KVF_ERR_INVALID_ARGUMENT for fewer
+ *         slots than tokens; KVF_ERR_SLOT_BUSY for a slot that a transfer writes, with its holder
+ *         in kvf_last_error(); KVF_ERR_LIMIT when `max_publications` live or `aux` is too long;
+ *         KVF_ERR_UNSUPPORTED for a stream. Nothing was offered then.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its arrays to as
@@ -2380,8 +2406,8 @@ kvf_status kvf_publication_destroy(struct kvf_publication *publication) KVF_NOEX
  * @param     peer          The engine that the ticket comes from.
  * @param[in] ticket        The ticket's bytes. Not kept.
  * @param     ticket_bytes  Their number.
- * @return KVF_OK: sent; KVF_ERR_PROTOCOL for bytes that are no ticket; KVF_ERR_NOT_FOUND for a
- *         ticket of another engine; KVF_ERR_PEER_LOST.
+ * @return KVF_OK: sent; KVF_ERR_INVALID_ARGUMENT for bytes that are no ticket and for a ticket of
+ *         another engine.
  *
  * # Safety
  * @p agent and @p peer must be live, @p ticket point to @p ticket_bytes readable bytes.
@@ -2401,8 +2427,8 @@ KVF_NOEXCEPT;
  * @param[in] ticket        The ticket's bytes. Not kept.
  * @param     ticket_bytes  Their number.
  * @param     cause         A kvf_status below 0: the reason, which the source gets to see.
- * @return KVF_OK: accepted; KVF_ERR_PROTOCOL for bytes that are no ticket; KVF_ERR_NOT_FOUND for
- *         a ticket of another engine; KVF_ERR_INVALID_ARGUMENT for a cause that is no error.
+ * @return KVF_OK: accepted; KVF_ERR_INVALID_ARGUMENT for bytes that are no ticket, for a ticket of
+ *         another engine, and for a cause that is no error.
  *
  * # Safety
  * @p agent and @p peer must be live, @p ticket point to @p ticket_bytes readable bytes.
@@ -2631,7 +2657,7 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
     {sizeof(kvf_import_desc), KVF_ABI_VERSION, 0, NULL, NULL, 0, NULL, \
      sizeof(kvf_import_group), 0, NULL, sizeof(kvf_import_state), 0, NULL, \
      sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0, 0, 0}
-#define KVF_IMPORT_GROUP_INIT {0, 0, NULL, 0, 0, 0}
+#define KVF_IMPORT_GROUP_INIT {0, 0, NULL, 0, 0, 0, 0}
 #define KVF_IMPORT_STATE_INIT {0, 0, 0}
 #define KVF_KEY_INIT {0, 0, 0}
 #define KVF_LAYOUT_DESC_INIT \
@@ -2647,11 +2673,11 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
     {sizeof(kvf_publish_desc), KVF_ABI_VERSION, 0, {0, 0, 0}, NULL, \
      sizeof(kvf_published_group), 0, NULL, sizeof(kvf_published_state), 0, NULL, 0, 0, NULL, 0, \
      0, 0}
-#define KVF_PUBLISHED_GROUP_INIT {0, 0, NULL, 0, 0, 0}
+#define KVF_PUBLISHED_GROUP_INIT {0, 0, NULL, 0, 0, 0, 0}
 #define KVF_PUBLISHED_STATE_INIT {0, 0, 0}
 #define KVF_PULL_DESC_INIT \
-    {sizeof(kvf_pull_desc), KVF_ABI_VERSION, 0, NULL, NULL, 0, NULL, 0, 0, 0, NULL, 0, 0, 0, 0, \
-     0}
+    {sizeof(kvf_pull_desc), KVF_ABI_VERSION, 0, NULL, NULL, 0, NULL, 0, 0, 0, 0, NULL, 0, 0, 0, \
+     0, 0}
 #define KVF_PUSH_DESC_INIT \
     {sizeof(kvf_push_desc), KVF_ABI_VERSION, 0, NULL, NULL, 0, NULL, \
      sizeof(kvf_published_group), 0, NULL, sizeof(kvf_published_state), 0, NULL, 0, NULL, 0, 0, \

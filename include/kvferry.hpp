@@ -149,13 +149,13 @@ inline kvf_key key(std::uint64_t request, std::uint32_t attempt = 0) noexcept {
 // Blocks that a source offers.
 inline kvf_published_group published(std::uint32_t group, Slots slots, std::uint64_t token_begin,
                                      std::uint64_t token_end) noexcept {
-  return {group, 0, slots.data, slots.size, token_begin, token_end};
+  return {group, 0, slots.data, slots.size, 0, token_begin, token_end};
 }
 
 // Blocks that a destination wants.
 inline kvf_import_group wanted(std::uint32_t group, Slots slots, std::uint64_t skip_token = 0,
                                std::uint64_t token_end = KVF_TOKEN_END_ALL) noexcept {
-  return {group, 0, slots.data, slots.size, skip_token, token_end};
+  return {group, 0, slots.data, slots.size, 0, skip_token, token_end};
 }
 
 // kvf_pool.
@@ -386,7 +386,7 @@ class Transfer : public Object<kvf_transfer, kvf_transfer_destroy> {
     check(kvf_transfer_query(c(), &info, nullptr, sizeof(kvf_part_info), 0));
     info.parts.resize(info.num_parts);
     check(kvf_transfer_query(c(), &info, info.parts.data(), sizeof(kvf_part_info),
-                                 info.parts.size()));
+                             info.parts.size()));
     return info;
   }
   std::string error_text() const {
@@ -490,10 +490,7 @@ class Agent {
   kvf_status destroy(Nanoseconds timeout) noexcept {
     return kvf_agent_destroy(std::exchange(agent_, nullptr), detail::ns(timeout));
   }
-  // KVF_OK or KVF_TIMED_OUT.
-  kvf_status drain(Nanoseconds timeout) {
-    return check(kvf_agent_drain(agent_, detail::ns(timeout)));
-  }
+  void drain(Nanoseconds timeout) { check(kvf_agent_drain(agent_, detail::ns(timeout))); }
 
   // For poll() and epoll; readable while there is an event to take.
   int event_fd() const {
@@ -693,10 +690,12 @@ class Agent {
 
 // kvf_plan_explain(): what would move between two engines, from their layout files.
 inline std::string explain(const std::string& source, const std::string& destination,
-                           std::uint32_t policy = KVF_POLICY_SPREAD) {
+                           std::uint32_t policy = KVF_POLICY_SPREAD,
+                           std::uint32_t format = KVF_EXPLAIN_JSON) {
+  const kvf_bytes from{source.data(), source.size()};
+  const kvf_bytes to{destination.data(), destination.size()};
   return detail::collect_text([&](char* buf, std::size_t cap, std::size_t* needed) {
-    return kvf_plan_explain(source.data(), source.size(), destination.data(), destination.size(),
-                            policy, buf, cap, needed);
+    return kvf_plan_explain(&from, &to, policy, format, buf, cap, needed);
   });
 }
 

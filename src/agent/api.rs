@@ -99,6 +99,8 @@ pub struct PublishedGroup {
     pub group: u32,
     /// Block of each ordinal this rank owns, -1 = not held; block `i` holds the tokens of its ordinal.
     pub slots: Vec<i32>,
+    /// Block ordinal from which `slots` counts: not 0 where a window's table starts later.
+    pub first_ordinal: u64,
     /// First valid token.
     pub token_begin: u64,
     /// End of the valid tokens.
@@ -142,8 +144,11 @@ pub struct PublishDesc {
 pub struct ImportGroup {
     /// Group id.
     pub group: u32,
-    /// Destination block of each ordinal this rank owns, -1 = not wanted.
+    /// Destination block of each ordinal this rank owns, -1 = not wanted; ends with the block of
+    /// the last wanted token.
     pub slots: Vec<i32>,
+    /// Block ordinal from which `slots` counts: not 0 where a window's table starts later.
+    pub first_ordinal: u64,
     /// Tokens before this one are already here; a multiple of our block size.
     pub skip_token: u64,
     /// End of the wanted tokens; `u64::MAX` = all that were published.
@@ -177,6 +182,27 @@ pub struct ImportDesc {
     /// Larger is served first.
     pub priority: i32,
     /// Compared with the publication's if both are set.
+    pub prefix_tag: u64,
+    /// Returned in events.
+    pub user_data: u64,
+}
+
+/// What [`super::Agent::receive_begin`] offers to a sender.
+#[derive(Clone, Debug, Default)]
+pub struct ReceiveDesc {
+    /// Request and attempt.
+    pub key: Key,
+    /// Paged groups; `token_end` `u64::MAX` = all that the sender has.
+    pub groups: Vec<ImportGroup>,
+    /// State slots.
+    pub states: Vec<ImportState>,
+    /// (group, slot) pairs that the request owns and that must not be written.
+    pub owned_only: Vec<(u32, i32)>,
+    /// From now; zero = the agent's default.
+    pub deadline: Duration,
+    /// Larger is served first.
+    pub priority: i32,
+    /// Compared with the sender's if both are set.
     pub prefix_tag: u64,
     /// Returned in events.
     pub user_data: u64,

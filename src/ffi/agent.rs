@@ -226,7 +226,8 @@ pub unsafe extern "C" fn kvf_agent_event_fd(agent: *const kvf_agent, fd: *mut c_
 ///
 /// @param agent       The agent.
 /// @param timeout_ns  Longest wait, in ns; 0 = only look.
-/// @return KVF_OK when nothing is running; KVF_TIMED_OUT with what still is in kvf_last_error().
+/// @return KVF_OK when nothing is running; KVF_ERR_DEADLINE with what still is in
+///         kvf_last_error().
 ///
 /// # Safety
 /// @p agent must be live.

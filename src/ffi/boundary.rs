@@ -3,12 +3,9 @@
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::{Error, Result, Status};
 use crate::observe::marks;
-
-use super::structs::view;
 
 thread_local! {
     static LAST_ERROR: RefCell<String> = const { RefCell::new(String::new()) };
@@ -39,53 +36,6 @@ pub(crate) fn guard<T: Outcome>(body: impl FnOnce() -> Result<T>) -> Status {
     settle(|| {
         enter()?;
         body()
-    })
-}
-
-/// Set once a call on an object has panicked: what the object holds may be half changed.
-#[derive(Debug, Default)]
-pub(crate) struct Poison(AtomicBool);
-
-/// An object behind a handle, which a panic poisons.
-pub(crate) trait Object {
-    /// What the texts call it, such as `"agent"`.
-    const WHAT: &'static str;
-
-    /// Its mark.
-    fn poison(&self) -> &Poison;
-}
-
-/// Runs the body of a C function on one object. After a panic in one, every later call on the same
-/// object fails, and no other object is affected.
-///
-/// # Safety
-/// `handle` must be NULL (refused) or live during the call.
-pub(crate) unsafe fn guard_on<T: Object, O: Outcome>(
-    handle: *const T,
-    body: impl FnOnce(&T) -> Result<O>,
-) -> Status {
-    /// Sets the mark unless it is forgotten, so when the body unwinds.
-    struct PoisonOnUnwind<'a>(&'a AtomicBool);
-    impl Drop for PoisonOnUnwind<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
-    guard(|| {
-        // SAFETY: the caller's contract.
-        let object: &T = unsafe { view(handle, T::WHAT)? };
-        let poisoned = &object.poison().0;
-        if poisoned.load(Ordering::Relaxed) {
-            crate::bail!(
-                KVF_ERR_INTERNAL,
-                "this {} hit a bug in an earlier call; destroy it",
-                T::WHAT
-            );
-        }
-        let unwinding = PoisonOnUnwind(poisoned);
-        let result = body(object);
-        std::mem::forget(unwinding);
-        result
     })
 }
 
@@ -196,40 +146,6 @@ mod tests {
             "{text}"
         );
         assert_eq!(guard_or(5, || panic!("asked to")), 5);
-    }
-
-    #[derive(Default)]
-    struct Sample(Poison);
-
-    impl Object for Sample {
-        const WHAT: &'static str = "sample";
-        fn poison(&self) -> &Poison {
-            &self.0
-        }
-    }
-
-    #[test]
-    fn a_panic_poisons_its_object_and_no_other() {
-        let (first, second) = (Sample::default(), Sample::default());
-        // SAFETY: both live to the end of the test, NULL is allowed.
-        unsafe {
-            let null = std::ptr::null::<Sample>();
-            assert_eq!(guard_on(null, |_| Ok(())), KVF_ERR_INVALID_ARGUMENT);
-            assert_eq!(last_error(), "sample is NULL");
-            let failed = guard_on::<_, ()>(&first, |_| crate::bail!(KVF_ERR_BUSY, "busy"));
-            assert_eq!(failed, KVF_ERR_BUSY);
-            assert_eq!(
-                guard_on(&first, |_| Ok(())),
-                KVF_OK,
-                "an error poisons nothing"
-            );
-            let panicked = guard_on::<_, ()>(&first, |_| panic!("asked to"));
-            assert_eq!(panicked, KVF_ERR_INTERNAL);
-            assert_eq!(guard_on(&first, |_| Ok(())), KVF_ERR_INTERNAL);
-            let text = "this sample hit a bug in an earlier call; destroy it";
-            assert_eq!(last_error(), text);
-            assert_eq!(guard_on(&second, |_| Ok(())), KVF_OK);
-        }
     }
 
     #[test]

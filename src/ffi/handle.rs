@@ -95,13 +95,20 @@ impl<T> Object<T> {
                 "the agent of this {what} was destroyed; only its _destroy function is left"
             );
         }
-        Ok(Use(self))
+        Ok(Use {
+            object: self,
+            panicking: std::thread::panicking(),
+        })
     }
 }
 
 /// A call's hold on an object: a panic while it lives poisons the object.
 #[derive(Debug)]
-pub(crate) struct Use<'a, T>(&'a Object<T>);
+pub(crate) struct Use<'a, T> {
+    object: &'a Object<T>,
+    /// The caller was unwinding already, which is not this object's fault.
+    panicking: bool,
+}
 
 impl<T> Use<'_, T> {
     /// The agent that the object lives under.
@@ -109,7 +116,7 @@ impl<T> Use<'_, T> {
     /// # Errors
     /// `KVF_ERR_INTERNAL` for an object without one.
     pub(crate) fn agent(&self) -> Result<&Arc<Shared>> {
-        match &self.0.agent {
+        match &self.object.agent {
             Some(agent) => Ok(agent),
             None => bail!(KVF_ERR_INTERNAL, "an object without agent was asked for it"),
         }
@@ -131,14 +138,14 @@ impl<T> Deref for Use<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        &self.0.core
+        &self.object.core
     }
 }
 
 impl<T> Drop for Use<'_, T> {
     fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.0.poisoned.store(true, Ordering::Release);
+        if std::thread::panicking() && !self.panicking {
+            self.object.poisoned.store(true, Ordering::Release);
         }
     }
 }
@@ -171,5 +178,70 @@ pub(crate) unsafe fn destroy<H, T>(
         outcome
     } else {
         status
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::kvf_status::*;
+    use crate::ffi::boundary::{guard, with_last_error};
+
+    fn last_error() -> String {
+        with_last_error(String::new(), str::to_owned)
+    }
+
+    #[test]
+    fn a_panic_poisons_its_object_and_no_other() {
+        let (first, second) = (Object::root(1), Object::root(2));
+        let add =
+            |object: &Object<i32>, by| guard(|| Ok(*object.enter("sample")? + by).map(|_| ()));
+        let failed = guard::<()>(|| {
+            let _first = first.enter("sample")?;
+            bail!(KVF_ERR_BUSY, "busy")
+        });
+        assert_eq!(failed, KVF_ERR_BUSY);
+        assert_eq!(add(&first, 1), KVF_OK, "an error poisons nothing");
+        let panicked = guard::<()>(|| {
+            let _first = first.enter("sample")?;
+            panic!("asked to")
+        });
+        assert_eq!(panicked, KVF_ERR_INTERNAL);
+        assert_eq!(add(&first, 1), KVF_ERR_INTERNAL);
+        let text = "an earlier call on this sample hit a bug in kvferry; destroy it";
+        assert_eq!(last_error(), text);
+        assert_eq!(add(&second, 1), KVF_OK);
+    }
+
+    #[test]
+    fn destroy_ends_once_and_leaves_the_core_alone_in_a_callback() {
+        let end = |core: i32, agent: Option<&Shared>| {
+            assert!(agent.is_none());
+            if core == 7 {
+                Ok(KVF_IN_PROGRESS)
+            } else {
+                bail!(KVF_ERR_BUSY, "core {core}")
+            }
+        };
+        let make = |core| Box::into_raw(Box::new(Object::root(core)));
+        // SAFETY: fresh boxes, each destroyed once; NULL is allowed.
+        unsafe {
+            assert_eq!(
+                destroy(std::ptr::null_mut(), |o: Object<i32>| o, end),
+                KVF_OK
+            );
+            assert_eq!(destroy(make(7), |o| o, end), KVF_IN_PROGRESS);
+            assert_eq!(destroy(make(8), |o| o, end), KVF_ERR_BUSY);
+            assert_eq!(last_error(), "core 8");
+            let object = make(7);
+            let callback = crate::observe::marks::InCallback::enter();
+            assert_eq!(destroy(object, |o| o, end), KVF_ERR_REENTRANT);
+            drop(callback);
+            assert_eq!(
+                destroy(object, |o| o, end),
+                KVF_IN_PROGRESS,
+                "it was still there"
+            );
+        }
     }
 }

@@ -35,11 +35,13 @@ pub struct kvf_import_group {
     pub group: u32,
     /// Must be 0.
     pub reserved: u32,
-    /// Destination block of each ordinal that this rank owns, in order from ordinal 0; -1 = not
-    /// wanted.
+    /// Destination block of each ordinal that this rank owns, in order from `first_ordinal`; -1 =
+    /// not wanted.
     pub slots: *const i32,
-    /// Elements of `slots`.
+    /// Elements of `slots`; the last one takes the last wanted token.
     pub num_slots: usize,
+    /// Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+    pub first_ordinal: u64,
     /// Tokens before this one are here already (prefix hit) and are not written; a multiple of
     /// this rank's block size.
     pub skip_token: u64,
@@ -47,7 +49,7 @@ pub struct kvf_import_group {
     pub token_end: u64,
 }
 abi_struct!(elem kvf_import_group {
-    group, reserved, slots, num_slots, skip_token, token_end,
+    group, reserved, slots, num_slots, first_ordinal, skip_token, token_end,
 });
 
 /// A state slot to fill.
@@ -90,11 +92,13 @@ pub struct kvf_pull_desc {
     pub ticket: *const c_void,
     /// Their number.
     pub ticket_bytes: usize,
-    /// Destination block of each ordinal that this rank owns, in order from ordinal 0; -1 = not
-    /// wanted.
+    /// Destination block of each ordinal that this rank owns, in order from `first_ordinal`; -1 =
+    /// not wanted.
     pub slots: *const i32,
-    /// Elements of `slots`.
+    /// Elements of `slots`; the last one takes the last wanted token.
     pub num_slots: usize,
+    /// Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+    pub first_ordinal: u64,
     /// Tokens before this one are here already (prefix hit) and are not written; a multiple of
     /// this rank's block size.
     pub skip_token: u64,
@@ -115,7 +119,7 @@ pub struct kvf_pull_desc {
     pub reserved: u32,
 }
 abi_struct!(head kvf_pull_desc {
-    struct_size, abi_version, group, peer, ticket, ticket_bytes, slots, num_slots, skip_token,
+    struct_size, abi_version, group, peer, ticket, ticket_bytes, slots, num_slots, first_ordinal, skip_token,
     token_end, stream, deadline_ns, prefix_tag, user_data, priority, reserved,
 });
 
@@ -181,8 +185,8 @@ pub struct kvf_receive_desc {
     pub struct_size: usize,
     /// KVF_ABI_VERSION.
     pub abi_version: u32,
-    /// Must be 0.
-    pub reserved: u32,
+    /// Larger is served first; 0 = normal.
+    pub priority: i32,
     /// Request and attempt.
     pub key: kvf_key,
     /// Paged groups; NULL = none.
@@ -213,7 +217,7 @@ pub struct kvf_receive_desc {
     pub user_data: u64,
 }
 abi_struct!(head kvf_receive_desc {
-    struct_size, abi_version, reserved, key, groups, groups_elem_size, num_groups, states,
+    struct_size, abi_version, priority, key, groups, groups_elem_size, num_groups, states,
     states_elem_size, num_states, owned_only, owned_only_elem_size, num_owned_only, stream,
     deadline_ns, prefix_tag, user_data,
 });
@@ -277,8 +281,10 @@ abi_struct!(head kvf_push_desc {
 /// @return KVF_OK: begun, or complete already; KVF_ERR_OUT_OF_RANGE for a slot, group or token
 ///         outside of the layout; KVF_ERR_DUPLICATE for a slot named twice; KVF_ERR_SLOT_BUSY for
 ///         a slot that a transfer, a publication or the quarantine holds, named in
-///         kvf_last_error(); KVF_ERR_PROTOCOL for bytes that are no ticket; KVF_ERR_UNSUPPORTED
-///         for a stream. Nothing has changed then; whatever fails later is the transfer's outcome.
+///         kvf_last_error(); KVF_ERR_INVALID_ARGUMENT for bytes that are no ticket and for a
+///         ticket of another engine; KVF_ERR_NOT_FOUND for a group that was not published;
+///         KVF_ERR_PREFIX_MISMATCH; KVF_ERR_UNSUPPORTED for a stream. Nothing has changed then;
+///         whatever fails later is the transfer's outcome.
 ///
 /// # Safety
 /// @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
@@ -314,6 +320,7 @@ pub unsafe extern "C" fn kvf_pull_begin(
             skip_token: desc.skip_token,
             token_end: desc.token_end,
         };
+        from_zero(desc.first_ordinal, "desc")?;
         wants_tokens(&group, "desc")?;
         let import = ImportDesc {
             ticket,
@@ -342,7 +349,7 @@ pub unsafe extern "C" fn kvf_pull_begin(
 /// @param[in]  desc      Start from KVF_IMPORT_DESC_INIT. Nothing of it is kept.
 /// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
 /// @return As kvf_pull_begin(); KVF_ERR_UNSUPPORTED also for KVF_DIRECTION_PUSH;
-///         KVF_ERR_INVALID_ARGUMENT for an owned-only slot that is to be written.
+///         KVF_ERR_DUPLICATE also for an owned-only slot that is to be written.
 ///
 /// # Safety
 /// @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
@@ -423,7 +430,6 @@ pub unsafe extern "C" fn kvf_receive_begin(
         let desc = unsafe { read(desc, "desc") }?;
         // SAFETY: the caller's contract.
         let _out = unsafe { Out::new(transfer, "transfer") }?;
-        must_be_zero(desc.reserved, "desc.reserved")?;
         no_stream(desc.stream, "desc.stream")?;
         desc.key.read("desc.key")?;
         bail!(
@@ -470,6 +476,17 @@ pub unsafe extern "C" fn kvf_push_begin(
     })
 }
 
+/// Refuses a table that starts later, which the core does not take yet.
+pub(crate) fn from_zero(first_ordinal: u64, place: &str) -> Result<()> {
+    if first_ordinal != 0 {
+        bail!(
+            KVF_ERR_UNSUPPORTED,
+            "{place}.first_ordinal is {first_ordinal}, only 0 is served yet"
+        );
+    }
+    Ok(())
+}
+
 /// Refuses a group that names blocks and, by a forgotten field, no token: it would succeed
 /// without moving a byte.
 fn wants_tokens(group: &ImportGroup, place: &str) -> Result<()> {
@@ -503,6 +520,7 @@ pub(crate) unsafe fn read_import_groups(
         .map(|(i, group)| {
             let place = format!("desc.groups[{i}]");
             must_be_zero(group.reserved, &format!("{place}.reserved"))?;
+            let first_ordinal = group.first_ordinal;
             let group = ImportGroup {
                 group: group.group,
                 // SAFETY: the caller's contract.
@@ -512,6 +530,7 @@ pub(crate) unsafe fn read_import_groups(
                 skip_token: group.skip_token,
                 token_end: group.token_end,
             };
+            from_zero(first_ordinal, &place)?;
             wants_tokens(&group, &place)?;
             Ok(group)
         })

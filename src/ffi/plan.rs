@@ -1,62 +1,87 @@
 //! Plans on paper: what would move between two engines, without agents.
 
-use std::ffi::{c_char, c_void};
+use std::ffi::c_char;
 
 use super::boundary::guard;
 use super::checks::read_blob;
+use super::engine::kvf_bytes;
+use super::structs::{put_bytes, view};
 use crate::bail;
-use crate::error::kvf_status;
-use crate::plan::Policy;
+use crate::error::{Result, kvf_status};
+use crate::plan::{Policy, explain};
 
 /// Destination i of d reads source floor(i * s / d) of s replicas (default).
 pub const KVF_POLICY_SPREAD: u32 = 0;
 /// The smallest global rank serves everybody.
 pub const KVF_POLICY_LOWEST: u32 = 1;
 
-/// Says what would move between two engines, as JSON: `transfers`, `uncovered` and `errors`
-/// (docs/layouts.md has the schema of input and output). Needs no agent.
+/// JSON (default): an object with the arrays `transfers`, `uncovered` and `errors`.
+pub const KVF_EXPLAIN_JSON: u32 = 0;
+/// A table for people, with one line for each thing that is wrong.
+pub const KVF_EXPLAIN_TABLE: u32 = 1;
+
+/// Says what would move between two engines, from their layout files; docs/layouts.md has the
+/// schemas. Needs no agent.
 ///
-/// @param[in]  source             Layout file of the source engine, JSON.
-/// @param      source_bytes       Its length.
-/// @param[in]  destination        Layout file of the destination engine, JSON.
-/// @param      destination_bytes  Its length.
-/// @param      policy             KVF_POLICY_SPREAD or KVF_POLICY_LOWEST.
-/// @param[out] json               Receives the NUL-terminated JSON; may be NULL when @p cap is 0.
-/// @param      cap                Size of @p json in bytes; 0 only asks for the size.
-/// @param[out] needed             Receives the size with the NUL, also when @p json is too small;
-///                                may be NULL.
-/// @return KVF_OK, also for engines that do not fit: `errors` says why; KVF_ERR_OUT_OF_RANGE when
-///         @p json is too small (it stays untouched); KVF_ERR_INVALID_ARGUMENT for input that is
-///         no layout file.
+/// What is wrong with the files or between the engines is told in the explanation, so that the
+/// call itself succeeds.
+///
+/// @param[in]  source       Layout file of the source engine: UTF-8 JSON.
+/// @param[in]  destination  Layout file of the destination engine: UTF-8 JSON.
+/// @param      policy       KVF_POLICY_SPREAD or KVF_POLICY_LOWEST.
+/// @param      format       KVF_EXPLAIN_JSON or KVF_EXPLAIN_TABLE.
+/// @param[out] text         Receives the NUL-terminated explanation; may be NULL when @p cap is 0.
+/// @param      cap          Size of @p text in bytes; 0 only asks for the size.
+/// @param[out] needed       Receives the size with the NUL, also when @p text is too small; may be
+///                          NULL.
+/// @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p text is too small (it stays untouched);
+///         KVF_ERR_INVALID_ARGUMENT for input that is not UTF-8 and for unknown numbers.
 ///
 /// # Safety
-/// @p source and @p destination must point to as many readable bytes, @p json to @p cap writable
-/// bytes, @p needed be NULL or writable.
+/// @p source and @p destination must point to descriptions of readable bytes, @p text to @p cap
+/// writable bytes, @p needed be NULL or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_plan_explain(
-    source: *const c_void,
-    source_bytes: usize,
-    destination: *const c_void,
-    destination_bytes: usize,
+    source: *const kvf_bytes,
+    destination: *const kvf_bytes,
     policy: u32,
-    json: *mut c_char,
+    format: u32,
+    text: *mut c_char,
     cap: usize,
     needed: *mut usize,
 ) -> kvf_status {
-    guard::<()>(|| {
+    guard(|| {
         // SAFETY: the caller's contract.
-        let (_source, _destination) = unsafe {
+        let (source, destination) = unsafe {
             (
-                read_blob(source, source_bytes, "source")?,
-                read_blob(destination, destination_bytes, "destination")?,
+                read_json(source, "source")?,
+                read_json(destination, "destination")?,
             )
         };
-        let _policy = match policy {
+        let policy = match policy {
             KVF_POLICY_SPREAD => Policy::Spread,
             KVF_POLICY_LOWEST => Policy::Lowest,
             unknown => bail!(KVF_ERR_INVALID_ARGUMENT, "policy {unknown} is unknown"),
         };
-        let _ = (json, cap, needed);
-        bail!(KVF_ERR_UNSUPPORTED, "kvf_plan_explain is not served yet")
+        let mut explanation = match format {
+            KVF_EXPLAIN_JSON => explain(&source, &destination, policy).to_json()?,
+            KVF_EXPLAIN_TABLE => explain(&source, &destination, policy).to_table(),
+            unknown => bail!(KVF_ERR_INVALID_ARGUMENT, "format {unknown} is unknown"),
+        };
+        explanation.push('\0');
+        // SAFETY: the caller's contract.
+        unsafe { put_bytes(text.cast(), cap, needed, explanation.as_bytes(), "text") }
     })
+}
+
+/// # Safety
+/// `bytes` must be NULL or point to a description of readable bytes.
+unsafe fn read_json(bytes: *const kvf_bytes, what: &str) -> Result<String> {
+    // SAFETY: the caller's contract.
+    let bytes = unsafe {
+        let kvf_bytes { data, bytes } = *view(bytes, what)?;
+        read_blob(data, bytes, &format!("{what}.data"))
+    }?;
+    String::from_utf8(bytes)
+        .map_err(|why| crate::err!(KVF_ERR_INVALID_ARGUMENT, "{what} is not UTF-8: {why}"))
 }

@@ -86,7 +86,7 @@ pub struct kvf_pool_info {
     pub struct_size: usize,
     /// KVF_ABI_VERSION.
     pub abi_version: u32,
-    /// A kvf_status: KVF_IN_PROGRESS while kvferry may touch the memory, KVF_OK when it may be
+    /// A kvf_status: KVF_ERR_BUSY = registered, KVF_IN_PROGRESS = being taken back, KVF_OK = may be
     /// freed.
     pub status: i32,
     /// Object of the pool's events; layouts and messages name the pool by it.
@@ -144,13 +144,14 @@ pub unsafe extern "C" fn kvf_host_pool_create(
 /// Registers memory of the caller.
 ///
 /// It must stay mapped, and stay the same memory, until kvferry says that it may be freed: see
-/// kvf_pool_unregister_begin(). Ranges may overlap other pools' ranges.
+/// kvf_pool_unregister_begin(). It must not overlap another pool of the agent.
 ///
 /// @param      agent  The agent.
 /// @param[in]  desc   Start from KVF_POOL_DESC_INIT. Not kept.
 /// @param[out] pool   Receives the pool; end it with kvf_pool_destroy().
 /// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for a NULL base, 0 bytes or an unknown kind;
 ///         KVF_ERR_OUT_OF_RANGE for a range that passes the end of the address space;
+///         KVF_ERR_DUPLICATE for memory that overlaps another pool;
 ///         KVF_ERR_UNSUPPORTED for KVF_MEMORY_DEVICE.
 ///
 /// # Safety
@@ -266,7 +267,7 @@ pub unsafe extern "C" fn kvf_pool_id(pool: *const kvf_pool, id: *mut u32) -> kvf
 ///
 /// @param pool         The pool.
 /// @param deadline_ns  From now, in ns; 0 = the event comes at once, whatever it says.
-/// @return KVF_OK: begun; KVF_ERR_NOT_FOUND: released before.
+/// @return KVF_OK: begun; KVF_ERR_STATE: it was begun before and has not ended.
 ///
 /// # Safety
 /// @p pool must be live.

@@ -52,17 +52,19 @@ pub struct kvf_published_group {
     pub group: u32,
     /// Must be 0.
     pub reserved: u32,
-    /// Block of each ordinal that this rank owns, in order from ordinal 0; -1 = not held.
+    /// Block of each ordinal that this rank owns, in order from `first_ordinal`; -1 = not held.
     pub slots: *const i32,
-    /// Elements of `slots`.
+    /// Elements of `slots`; the last one holds the last valid token.
     pub num_slots: usize,
+    /// Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+    pub first_ordinal: u64,
     /// First valid token.
     pub token_begin: u64,
     /// End of the valid tokens; those before it must not change until the publication has ended.
     pub token_end: u64,
 }
 abi_struct!(elem kvf_published_group {
-    group, reserved, slots, num_slots, token_begin, token_end,
+    group, reserved, slots, num_slots, first_ordinal, token_begin, token_end,
 });
 
 /// A request's state slot in a publication.
@@ -88,7 +90,7 @@ pub struct kvf_publish_desc {
     pub abi_version: u32,
     /// Must be 0.
     pub reserved: u32,
-    /// Request and attempt; one live publication per key and agent.
+    /// Request and attempt.
     pub key: kvf_key,
     /// Paged groups; NULL = none.
     pub groups: *const kvf_published_group,
@@ -166,10 +168,10 @@ abi_struct!(head kvf_publication_info {
 /// @param[in]  desc         Start from KVF_PUBLISH_DESC_INIT. Nothing of it is kept.
 /// @param[out] publication  Receives the publication; end it with kvf_publication_destroy().
 /// @return KVF_OK; KVF_ERR_OUT_OF_RANGE for a slot, group or token outside of the layout;
-///         KVF_ERR_DUPLICATE for a slot or group named twice or a key that is published already;
-///         KVF_ERR_SLOT_BUSY for a slot that a transfer writes, with its holder in
-///         kvf_last_error(); KVF_ERR_LIMIT when `max_publications` live; KVF_ERR_UNSUPPORTED for
-///         a stream. Nothing was offered then.
+///         KVF_ERR_DUPLICATE for a slot or group named twice; KVF_ERR_INVALID_ARGUMENT for fewer
+///         slots than tokens; KVF_ERR_SLOT_BUSY for a slot that a transfer writes, with its holder
+///         in kvf_last_error(); KVF_ERR_LIMIT when `max_publications` live or `aux` is too long;
+///         KVF_ERR_UNSUPPORTED for a stream. Nothing was offered then.
 ///
 /// # Safety
 /// @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its arrays to as
@@ -336,8 +338,8 @@ pub unsafe extern "C" fn kvf_publication_destroy(publication: *mut kvf_publicati
 /// @param     peer          The engine that the ticket comes from.
 /// @param[in] ticket        The ticket's bytes. Not kept.
 /// @param     ticket_bytes  Their number.
-/// @return KVF_OK: sent; KVF_ERR_PROTOCOL for bytes that are no ticket; KVF_ERR_NOT_FOUND for a
-///         ticket of another engine; KVF_ERR_PEER_LOST.
+/// @return KVF_OK: sent; KVF_ERR_INVALID_ARGUMENT for bytes that are no ticket and for a ticket of
+///         another engine.
 ///
 /// # Safety
 /// @p agent and @p peer must be live, @p ticket point to @p ticket_bytes readable bytes.
@@ -368,8 +370,8 @@ pub unsafe extern "C" fn kvf_ticket_hold(
 /// @param[in] ticket        The ticket's bytes. Not kept.
 /// @param     ticket_bytes  Their number.
 /// @param     cause         A kvf_status below 0: the reason, which the source gets to see.
-/// @return KVF_OK: accepted; KVF_ERR_PROTOCOL for bytes that are no ticket; KVF_ERR_NOT_FOUND for
-///         a ticket of another engine; KVF_ERR_INVALID_ARGUMENT for a cause that is no error.
+/// @return KVF_OK: accepted; KVF_ERR_INVALID_ARGUMENT for bytes that are no ticket, for a ticket of
+///         another engine, and for a cause that is no error.
 ///
 /// # Safety
 /// @p agent and @p peer must be live, @p ticket point to @p ticket_bytes readable bytes.
@@ -450,6 +452,7 @@ pub(crate) unsafe fn read_published_groups(
                     slots.len()
                 );
             }
+            super::import::from_zero(group.first_ordinal, &place)?;
             Ok(PublishedGroup {
                 group: group.group,
                 slots,

@@ -2,6 +2,20 @@
 //! replicas. Nothing is derived from parallel sizes and nothing is inferred from a shape.
 //!
 //! Pure data and validation; the copies between two layouts are [`crate::plan`]'s.
+//! `docs/layouts.md` explains the language with pictures.
+
+mod engine;
+mod overlap;
+pub mod shapes;
+mod validate;
+
+use std::ops::Range;
+
+pub use engine::{
+    Gap, GroupInvariants, Invariants, ViewInvariants, compatible, missing, validate_engine,
+};
+pub(crate) use engine::{atoms, blocks_fit, layer_classes};
+pub use validate::{check, validate};
 
 /// Position of a rank in its engine. Only `global_rank` and `dp_rank` have a meaning to kvferry
 /// (election of replicas, attention-DP routing); the others appear in messages for people.
@@ -170,4 +184,186 @@ pub struct Strides {
     pub token: u64,
     /// From head to head.
     pub head: u64,
+}
+
+/// A part of a view's head axis: a section, or the whole axis of a view without sections.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part<'a> {
+    /// The section's name; `None` = the whole axis.
+    pub section: Option<&'a str>,
+    /// Global heads (channels of the section) that this rank holds.
+    pub held: Range<u64>,
+    /// Where they start in the rank's own head axis.
+    pub local: u64,
+    /// Global heads (channels of the section) over all shards.
+    pub total: u64,
+}
+
+impl View {
+    /// Heads (channels) over all shards and sections.
+    pub fn total_heads(&self) -> u64 {
+        if self.sections.is_empty() {
+            u64::from(self.heads) * u64::from(self.shards)
+        } else {
+            self.sections.iter().map(|s| u64::from(s.total)).sum()
+        }
+    }
+
+    /// The parts of the head axis in local order. Counts must have passed [`check`].
+    pub fn parts(&self) -> Vec<Part<'_>> {
+        let (shards, shard) = (u64::from(self.shards.max(1)), u64::from(self.shard));
+        if self.sections.is_empty() {
+            let heads = u64::from(self.heads);
+            return vec![Part {
+                section: None,
+                held: shard * heads..(shard + 1) * heads,
+                local: 0,
+                total: heads * shards,
+            }];
+        }
+        let mut local = 0;
+        let part = |s: &'_ Section| (u64::from(s.total) / shards, u64::from(s.total));
+        self.sections
+            .iter()
+            .map(|s| {
+                let (width, total) = part(s);
+                let start = local;
+                local += width;
+                Part {
+                    section: Some(s.name.as_str()),
+                    held: shard * width..(shard + 1) * width,
+                    local: start,
+                    total,
+                }
+            })
+            .collect()
+    }
+
+    /// Where the bytes of a local layer start: its own tensor, or its place in the common one.
+    pub fn layer_base(&self, local: usize) -> Option<Tensor> {
+        match self.tensors.as_slice() {
+            [one] => Some(Tensor {
+                pool: one.pool,
+                offset: one.offset + local as u64 * self.strides.layer,
+            }),
+            many => many.get(local).copied(),
+        }
+    }
+}
+
+impl Group {
+    /// The view with this role.
+    pub fn view(&self, role: Role) -> Option<&View> {
+        self.views.iter().find(|v| v.role == role)
+    }
+
+    /// Tokens in one slot; 1 for a state, which has no token axis.
+    pub fn tokens_per_slot(&self) -> u32 {
+        match self.kind {
+            GroupKind::Paged {
+                tokens_per_block, ..
+            } => tokens_per_block,
+            GroupKind::State => 1,
+        }
+    }
+
+    /// Live tokens of the window; 0 = everything is kept.
+    pub fn window(&self) -> u32 {
+        match self.kind {
+            GroupKind::Paged { window, .. } => window,
+            GroupKind::State => 0,
+        }
+    }
+
+    /// How many slots a table has that starts with the first owned ordinal at or after
+    /// `first_ordinal` and ends with the block of the last token below `token_end`
+    /// (a state: 1).
+    pub fn table_len(&self, first_ordinal: u64, token_end: u64) -> u64 {
+        match self.kind {
+            GroupKind::State => 1,
+            GroupKind::Paged {
+                tokens_per_block, ..
+            } => {
+                let end = token_end.div_ceil(u64::from(tokens_per_block.max(1)));
+                let o = self.ordinals;
+                o.owned_below(end)
+                    .saturating_sub(o.owned_below(first_ordinal))
+            }
+        }
+    }
+
+    /// First ordinal of an end-aligned table: `len` owned blocks of which the last holds the last
+    /// owned token below `token_end`. This is how a table that covers only the live window of a
+    /// sliding-window group says where it starts. `None` = longer than all blocks there are.
+    pub fn end_aligned(&self, len: u64, token_end: u64) -> Option<u64> {
+        match self.kind {
+            GroupKind::State => Some(0),
+            GroupKind::Paged { .. } => {
+                let skipped = self.table_len(0, token_end).checked_sub(len)?;
+                Some(if skipped == 0 {
+                    0
+                } else {
+                    u64::from(self.ordinals.offset) + skipped * u64::from(self.ordinals.stride)
+                })
+            }
+        }
+    }
+}
+
+impl Ordinals {
+    /// How many owned ordinals are below this one; also the table index of an owned ordinal.
+    pub fn owned_below(self, ordinal: u64) -> u64 {
+        ordinal
+            .saturating_sub(u64::from(self.offset))
+            .div_ceil(u64::from(self.stride.max(1)))
+    }
+}
+
+impl Role {
+    /// All roles with their names in messages and JSON.
+    pub const ALL: [(Self, &'static str); 9] = [
+        (Self::Key, "key"),
+        (Self::Value, "value"),
+        (Self::KeyValue, "key_value"),
+        (Self::Latent, "latent"),
+        (Self::IndexKey, "index_key"),
+        (Self::Scale, "scale"),
+        (Self::Conv, "conv"),
+        (Self::Recurrent, "recurrent"),
+        (Self::Opaque, "opaque"),
+    ];
+
+    /// The name in messages and JSON.
+    pub fn name(self) -> &'static str {
+        Self::ALL
+            .into_iter()
+            .find_map(|(role, name)| (role == self).then_some(name))
+            .unwrap_or("unknown")
+    }
+
+    /// The role with this number; `None` for a number of a newer library.
+    pub fn from_code(code: u32) -> Option<Self> {
+        Self::ALL
+            .into_iter()
+            .find_map(|(role, _)| (role as u32 == code).then_some(role))
+    }
+}
+
+impl std::fmt::Display for Role {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Writes sorted numbers as ranges: `0..4, 7`.
+pub(crate) fn ranges(sorted: &[u32]) -> String {
+    let runs = sorted.chunk_by(|a, b| a.checked_add(1) == Some(*b));
+    let text: Vec<String> = runs
+        .map(|run| match run {
+            [one] => one.to_string(),
+            [first, .., last] => format!("{first}..{}", u64::from(*last) + 1),
+            [] => String::new(),
+        })
+        .collect();
+    text.join(", ")
 }

@@ -21,3 +21,6 @@ pub use lease::{LEASE_HEAD_BYTES, Lease, LeaseTable, LeaseView, NONCE_BYTES};
 pub use mapping::Mapping;
 pub use memfd::PageSize;
 pub use pool::{Pool, PoolKind};
+
+#[cfg(test)]
+mod tests;

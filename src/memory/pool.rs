@@ -2,6 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
 use super::check;
 use super::memfd::{PageSize, Sealed, system_page};
@@ -26,6 +27,8 @@ pub struct Pool {
     bytes: u64,
     page_bytes: u64,
     shared: Option<Sealed>,
+    /// True: nobody may begin to read it any more.
+    closed: RwLock<bool>,
 }
 
 // SAFETY: a Pool is an address range with an owner; the memory belongs to the process, not to a
@@ -55,6 +58,7 @@ impl Pool {
             bytes,
             page_bytes: pages.bytes(),
             shared: Some(sealed),
+            closed: RwLock::new(false),
         })
     }
 
@@ -93,7 +97,20 @@ impl Pool {
             bytes,
             page_bytes: if cfg!(miri) { 4096 } else { system_page() },
             shared: None,
+            closed: RwLock::new(false),
         })
+    }
+
+    /// Keeps the pool from being closed while the guard lives; `None`: it is closed.
+    pub fn enter(&self) -> Option<RwLockReadGuard<'_, bool>> {
+        let guard = self.closed.read().unwrap_or_else(PoisonError::into_inner);
+        (!*guard).then_some(guard)
+    }
+
+    /// Closes the pool: waits for guards (a copied piece each), and lets no new one in. Afterwards
+    /// no reader of this process touches the memory.
+    pub fn close(&self) {
+        *self.closed.write().unwrap_or_else(PoisonError::into_inner) = true;
     }
 
     /// The agent's id of the pool.

@@ -2,11 +2,30 @@
 //!
 //! A [`Plan`] is made once per pair of engines; a request only binds slots and a token range to
 //! it. Copies are strided patterns, never one descriptor per token or head.
+//!
+//! The steps: [`reshard`] intersects what the ranks hold and elects one source for every byte,
+//! [`proof`] checks the result against the destination layouts, [`lower`] turns rectangles of
+//! layers and heads into strided pieces, [`bind`] adds slots and a token range.
+
+mod bind;
+mod explain;
+pub mod file;
+mod lower;
+mod meeting;
+mod proof;
+mod reshard;
 
 use std::sync::Arc;
 
+use crate::bail;
 use crate::error::Result;
-use crate::layout::Layout;
+use crate::layout::{Layout, compatible, validate_engine};
+
+pub use bind::{Binding, Cursor, Request};
+pub use explain::{Explanation, Span, TransferRow, UncoveredRow, explain, explain_layouts};
+pub use reshard::{LayerAt, Share, Uncovered};
+
+use lower::Template;
 
 /// Axes a pattern can have besides its contiguous run.
 pub const MAX_DIMS: usize = 5;
@@ -41,10 +60,23 @@ pub struct Pattern {
     pub rank: u8,
 }
 
+impl Pattern {
+    /// The axes in use, outermost first.
+    pub fn axes(&self) -> &[Dim] {
+        &self.dims[..usize::from(self.rank).min(MAX_DIMS)]
+    }
+
+    /// Bytes that the pattern copies.
+    pub fn bytes(&self) -> u64 {
+        self.axes().iter().map(|d| d.count).product::<u64>() * self.run
+    }
+}
+
 /// Which of several replicas of a shard serves a destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Policy {
-    /// Destination `i` of `d` reads source `floor(i * s / d)`.
+    /// Destination `i` of `d` reads source `floor(i * s / d)`. The `s` sources hold the same
+    /// bytes, the `d` destinations of one attention-DP index want them; both count by global rank.
     #[default]
     Spread,
     /// The smallest global rank serves everybody.
@@ -52,9 +84,17 @@ pub enum Policy {
 }
 
 /// The copies between all ranks of two engines.
+///
+/// With attention data parallelism a request lives in the ranks of one dp index on each side. The
+/// plan holds the pairs of every source index with every destination index; each of those
+/// combinations covers its destinations exactly once. [`Plan::sources_of`] picks the source index
+/// that the ticket names.
 #[derive(Debug)]
 pub struct Plan {
+    /// By destination, then source.
     pairs: Vec<Arc<Pair>>,
+    src_dps: Vec<u32>,
+    dst_dps: Vec<u32>,
 }
 
 /// The copies from one source rank to one destination rank.
@@ -64,6 +104,16 @@ pub struct Pair {
     pub src: usize,
     /// Index into the destination layouts.
     pub dst: usize,
+    /// Global rank of the source in its engine.
+    pub src_rank: u32,
+    /// Global rank of the destination in its engine.
+    pub dst_rank: u32,
+    /// Attention-DP index of the source.
+    pub src_dp: u32,
+    /// Attention-DP index of the destination.
+    pub dst_dp: u32,
+    /// By group id.
+    templates: Vec<Template>,
 }
 
 impl Plan {
@@ -71,12 +121,50 @@ impl Plan {
     /// destination view is written exactly once.
     ///
     /// # Errors
-    /// `KVF_ERR_INCOMPATIBLE` with the field and both values, or the missing stage, rank, head.
-    pub fn new(_src: &[Layout], _dst: &[Layout], _policy: Policy) -> Result<Self> {
-        crate::bail!(KVF_ERR_UNSUPPORTED, "not built yet")
+    /// `KVF_ERR_INCOMPATIBLE` with the field and both values, or the missing stage, rank, head;
+    /// `KVF_ERR_INVALID_ARGUMENT` or `KVF_ERR_DUPLICATE` for an engine that contradicts itself.
+    pub fn new(src: &[Layout], dst: &[Layout], policy: Policy) -> Result<Self> {
+        compatible(src, dst)?;
+        validate_engine(src).map_err(|e| e.context("source engine"))?;
+        validate_engine(dst).map_err(|e| e.context("destination engine"))?;
+        let (plan, uncovered) = Self::derive(src, dst, policy)?;
+        if let Some(first) = uncovered.first() {
+            bail!(
+                KVF_ERR_INCOMPATIBLE,
+                "{first}; {} such gaps together",
+                uncovered.len()
+            );
+        }
+        proof::every_byte_once(&plan, src, dst)?;
+        Ok(plan)
     }
 
-    /// The pairs that move something for the destination with this index.
+    /// The pairs and what no source holds. The engines must be [`compatible`] but for missing
+    /// ranks.
+    fn derive(src: &[Layout], dst: &[Layout], policy: Policy) -> Result<(Self, Vec<Uncovered>)> {
+        let resharding = reshard::reshard(src, dst, policy);
+        let mut pairs = Vec::with_capacity(resharding.shares.len());
+        for ((d, s), shares) in resharding.shares {
+            pairs.push(Arc::new(Pair {
+                src: s,
+                dst: d,
+                src_rank: src[s].coordinates.global_rank,
+                dst_rank: dst[d].coordinates.global_rank,
+                src_dp: src[s].coordinates.dp_rank,
+                dst_dp: dst[d].coordinates.dp_rank,
+                templates: lower::templates(&src[s], &dst[d], shares)?,
+            }));
+        }
+        let plan = Self {
+            pairs,
+            src_dps: dp_indices(src),
+            dst_dps: dp_indices(dst),
+        };
+        Ok((plan, resharding.uncovered))
+    }
+
+    /// The pairs that move something for the destination with this index, from every source
+    /// attention-DP index.
     pub fn into_destination(&self, dst: usize) -> impl Iterator<Item = &Arc<Pair>> {
         self.pairs.iter().filter(move |p| p.dst == dst)
     }
@@ -85,48 +173,82 @@ impl Plan {
     pub fn out_of_source(&self, src: usize) -> impl Iterator<Item = &Arc<Pair>> {
         self.pairs.iter().filter(move |p| p.src == src)
     }
-}
 
-/// What a request adds to a pair's template for one group.
-#[derive(Clone, Copy, Debug)]
-pub struct Request<'a> {
-    /// Group id.
-    pub group: usize,
-    /// Source block of each ordinal the source rank owns; -1 = not held (state: the slot).
-    pub src_slots: &'a [i32],
-    /// Destination block of each ordinal the destination rank owns; -1 = not held.
-    pub dst_slots: &'a [i32],
-    /// Tokens before this one are not moved; a multiple of the destination's block size.
-    pub skip_token: u64,
-    /// Tokens from this one on are not moved.
-    pub token_end: u64,
-}
-
-/// A template with slots: the copies of one request, one group, one pair of ranks.
-#[derive(Debug)]
-pub struct Binding;
-
-/// A position in a binding's copies.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Cursor;
-
-impl Binding {
-    /// Checks tables and token range against the pair's two layouts and binds them.
+    /// The pairs that serve a request of the source attention-DP index `src_dp` to the
+    /// destination with this index: together they write each of its bytes once.
     ///
     /// # Errors
-    /// `KVF_ERR_OUT_OF_RANGE`, `KVF_ERR_DUPLICATE` or `KVF_ERR_INVALID_ARGUMENT` with the numbers.
-    pub fn new(_pair: &Arc<Pair>, _request: Request<'_>) -> Result<Self> {
-        crate::bail!(KVF_ERR_UNSUPPORTED, "not built yet")
+    /// `KVF_ERR_NOT_FOUND` if no source rank has that index.
+    pub fn sources_of(&self, dst: usize, src_dp: u32) -> Result<impl Iterator<Item = &Arc<Pair>>> {
+        if !self.src_dps.contains(&src_dp) {
+            bail!(
+                KVF_ERR_NOT_FOUND,
+                "no source rank has the attention-DP index {src_dp}; known are {:?}",
+                self.src_dps
+            );
+        }
+        Ok(self
+            .into_destination(dst)
+            .filter(move |p| p.src_dp == src_dp))
     }
 
-    /// Bytes that will be moved.
-    pub fn bytes(&self) -> u64 {
-        0
+    /// The destinations of the attention-DP index `dst_dp` that read something of this source in
+    /// one of the groups: the expected consumers of a publication.
+    pub fn consumers<'a>(
+        &'a self,
+        src: usize,
+        dst_dp: u32,
+        groups: &'a [usize],
+    ) -> impl Iterator<Item = usize> + 'a {
+        self.out_of_source(src)
+            .filter(move |p| p.dst_dp == dst_dp && groups.iter().any(|g| p.moves(*g)))
+            .map(|p| p.dst)
     }
 
-    /// Appends the next copies, together at most `max_bytes` (a longer piece is split), and
-    /// advances the cursor. Returns their bytes; 0 = no more.
-    pub fn take(&self, _cursor: &mut Cursor, _max_bytes: u64, _out: &mut Vec<Pattern>) -> u64 {
-        0
+    /// Attention-DP indices of the source engine, ascending.
+    pub fn src_dps(&self) -> &[u32] {
+        &self.src_dps
     }
+
+    /// Attention-DP indices of the destination engine, ascending.
+    pub fn dst_dps(&self) -> &[u32] {
+        &self.dst_dps
+    }
+
+    /// All pairs, by destination, then source.
+    pub fn pairs(&self) -> &[Arc<Pair>] {
+        &self.pairs
+    }
+}
+
+impl Pair {
+    /// Whether the pair moves something of this group.
+    pub fn moves(&self, group: usize) -> bool {
+        self.templates.get(group).is_some_and(Template::moves)
+    }
+
+    /// Bytes of one whole destination block (state: of one slot) that this pair moves when it
+    /// owns all of the block's tokens.
+    pub fn bytes_per_block(&self, group: usize) -> u64 {
+        self.templates
+            .get(group)
+            .map_or(0, Template::bytes_per_block)
+    }
+
+    /// The rectangles of layers and heads that the pair moves of this group.
+    pub fn shares(&self, group: usize) -> &[Share] {
+        self.templates.get(group).map_or(&[], |t| &t.shares)
+    }
+
+    /// Strided pieces in the template of this group: patterns for one block.
+    pub fn patterns_per_block(&self, group: usize) -> usize {
+        self.templates.get(group).map_or(0, |t| t.pieces.len())
+    }
+}
+
+fn dp_indices(ranks: &[Layout]) -> Vec<u32> {
+    let mut all: Vec<u32> = ranks.iter().map(|r| r.coordinates.dp_rank).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
 }

@@ -1,10 +1,11 @@
 //! Threads, timers, the event queue and its file descriptor.
 
 mod events;
-pub mod marks;
+mod readable;
 mod thread;
 mod workers;
 
 pub use events::EventQueue;
+pub use readable::readable;
 pub use thread::{Thread, check_affinity, spawn};
 pub use workers::Workers;

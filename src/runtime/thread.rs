@@ -4,7 +4,6 @@ use std::io;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::marks;
 use crate::error::{Error, Result, Status};
 
 /// A thread that can be joined within a time-out.
@@ -46,7 +45,7 @@ pub fn spawn(
     let handle = std::thread::Builder::new()
         .name(name.clone())
         .spawn(move || {
-            marks::mark_kvferry_thread();
+            crate::observe::marks::mark_own_thread();
             bind(&cpus);
             body();
         })

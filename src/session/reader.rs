@@ -75,6 +75,13 @@ impl Import {
         }
     }
 
+    /// Sets the number of jobs, once it is known (a receive learns it from the first sender).
+    pub fn expect(&mut self, jobs: usize) {
+        if self.jobs.is_empty() && self.outcome.is_none() {
+            self.jobs = vec![Job::Waiting; jobs];
+        }
+    }
+
     /// When [`Event::Tick`] is due; `None` after the outcome.
     pub fn next_deadline(&self) -> Option<Now> {
         match self.outcome {

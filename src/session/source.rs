@@ -26,8 +26,8 @@ pub enum Event {
     Renewed(Consumer),
     /// A reader has finished, in success or failure.
     Finished(Consumer, Status),
-    /// The engine takes the offer back.
-    Released,
+    /// This side takes the offer back (release, a push's deadline or cancel).
+    Withdrawn(End),
     /// An agent died, went silent or was replaced.
     PeerLost(Incarnation, End),
     /// The agent ends.
@@ -145,9 +145,12 @@ impl Publication {
                 self.renew(now);
                 self.end_if_all_finished(&mut actions);
             }
-            Event::Released => {
-                let end = End::new(KVF_ERR_CANCELLED, "released by the source's engine");
-                let told = End::new(KVF_ERR_CANCELLED_BY_PEER, "released by the source's engine");
+            Event::Withdrawn(end) => {
+                let told = match end.status {
+                    KVF_ERR_CANCELLED => KVF_ERR_CANCELLED_BY_PEER,
+                    other => other,
+                };
+                let told = End::new(told, end.text.clone());
                 self.end(end, told, &mut actions);
             }
             Event::Shutdown => {

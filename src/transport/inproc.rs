@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, RwLockReadGuard};
 
 use super::span::{Scratch, Source, batch_bytes, copy_patterns};
 use super::{DataPath, ReadJob};
 use crate::bail;
 use crate::error::Result;
 use crate::memory::{LeaseTable, NONCE_BYTES, Pool};
+use crate::plan::Pattern;
 
 /// Reads another agent of this process. Holding its pools keeps their memory mapped (shared) or
 /// registered; the source agent must see the path dropped before it says "may be freed now".
@@ -37,15 +38,40 @@ impl InprocPath {
     }
 }
 
+impl InprocPath {
+    /// Keeps the source's pools open for one piece.
+    fn enter(&self, batch: &[Pattern]) -> Result<Vec<RwLockReadGuard<'_, bool>>> {
+        let mut ids: Vec<u32> = batch.iter().map(|p| p.src_pool).collect();
+        ids.dedup();
+        let pools = ids.iter().filter_map(|id| self.pools.get(id));
+        pools
+            .map(|pool| match pool.enter() {
+                Some(guard) => Ok(guard),
+                None => bail!(
+                    KVF_ERR_EXPIRED,
+                    "pool {} was unregistered by the source",
+                    pool.id()
+                ),
+            })
+            .collect()
+    }
+}
+
 impl DataPath for InprocPath {
     fn name(&self) -> &'static str {
         "inproc"
+    }
+
+    fn reason(&self) -> String {
+        "same process".into()
     }
 
     fn run(&self, job: &ReadJob) -> Result<()> {
         let max_bytes = batch_bytes(job);
         let (mut batch, mut scratch) = (Vec::new(), Scratch::default());
         while job.next(max_bytes, &mut batch) {
+            // The source agent waits for these before it says "may be freed now".
+            let _open = self.enter(&batch)?;
             let moved = copy_patterns(
                 batch.iter(),
                 |id| self.pools.get(&id).map(|pool| Source::from(&**pool)),

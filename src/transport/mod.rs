@@ -103,6 +103,9 @@ pub trait DataPath: Send + Sync {
     /// Name as in `KVFERRY_TRANSPORTS` (`inproc`, `shm`, ...).
     fn name(&self) -> &'static str;
 
+    /// Why this way was chosen, for people.
+    fn reason(&self) -> String;
+
     /// Copies pieces of the job until [`ReadJob::next`] gives no more. When it returns, whether in
     /// success or failure, this thread touches the job's memory no more. Called by several
     /// workers at once.

@@ -39,10 +39,11 @@ impl<'a> From<&'a Mapping> for Source<'a> {
     }
 }
 
-/// How many bytes to ask a job for at a time: small enough that several workers share a short job
-/// and that a cancel is prompt, at most [`PIECE_BYTES`].
+/// How many bytes to ask a job for at a time: few enough that several workers share a short job and
+/// that a cancel is prompt, at most [`PIECE_BYTES`]; enough that the copy loop, which sees one batch
+/// at a time, takes to streaming stores (from 1 MiB) even if blocks do not fill it up.
 pub(super) fn batch_bytes(job: &ReadJob) -> u64 {
-    (job.bytes() / 16).clamp(256 << 10, PIECE_BYTES)
+    (job.bytes() / 16).clamp(2 << 20, PIECE_BYTES)
 }
 
 /// The error for a pool id that one side does not have.
@@ -305,3 +306,6 @@ impl fmt::Debug for Source<'_> {
         write!(f, "{:p}+{}", self.base, self.bytes)
     }
 }
+
+#[cfg(test)]
+pub(super) mod tests;

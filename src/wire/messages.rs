@@ -377,6 +377,9 @@ pub struct TicketGroup {
     /// End of the valid tokens.
     #[prost(uint64, tag = "4")]
     pub token_end: u64,
+    /// Block ordinal from which `slots` counts.
+    #[prost(uint64, tag = "5")]
+    pub first_ordinal: u64,
 }
 
 /// One state slot.
@@ -456,9 +459,6 @@ pub struct InvariantGroup {
     /// By role.
     #[prost(message, repeated, tag = "3")]
     pub views: Vec<InvariantView>,
-    /// Live tokens of a sliding window; 0 = none.
-    #[prost(uint32, tag = "4")]
-    pub window: u32,
 }
 
 /// What two engines must have in common about a view.

@@ -1,0 +1,519 @@
+//! Metadata: what an engine tells another one once. A fixed head with a digest of the invariants
+//! comes first, so that a stranger's bytes are compared before they are decoded.
+//!
+//! Head, little-endian: magic (4), major version (2), kind (2: 0 agent, 1 engine), total bytes
+//! (4), bytes of the invariants (4), digest of the invariants (16). Then the invariants, then the
+//! body, both protobuf messages.
+
+use std::net::SocketAddr;
+
+use prost::Message;
+use sha2::{Digest, Sha256};
+
+use crate::error::{Result, Status};
+use crate::ids::Incarnation;
+use crate::layout::{
+    Coordinates, Group, GroupInvariants, GroupKind, Invariants, Layout, Ordinals, Role, Section,
+    Strides, Tensor, View, ViewInvariants,
+};
+use crate::wire;
+use crate::{bail, err};
+
+const MAJOR: u16 = 1;
+const HEAD: usize = 32;
+/// Longest metadata that is looked at.
+const MAX_BYTES: usize = 64 << 20;
+/// Longest invariant section that is decoded for a stranger.
+const MAX_INVARIANTS: usize = 1 << 20;
+
+/// What a blob describes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub(super) enum Kind {
+    Agent = 0,
+    Engine = 1,
+}
+
+/// One rank, as its engine announces it.
+#[derive(Clone, Debug)]
+pub(super) struct RankInfo {
+    pub incarnation: Incarnation,
+    pub name: String,
+    pub process: [u8; 16],
+    pub host: String,
+    pub address: Option<SocketAddr>,
+    pub layout: Layout,
+}
+
+/// An engine: its ranks in ascending global rank.
+#[derive(Clone, Debug)]
+pub(super) struct EngineInfo {
+    pub ranks: Vec<RankInfo>,
+}
+
+impl EngineInfo {
+    /// The engine's identity: its first rank's lifetime.
+    pub fn id(&self) -> Incarnation {
+        self.ranks
+            .first()
+            .map(|r| r.incarnation)
+            .unwrap_or_default()
+    }
+
+    pub fn layouts(&self) -> Vec<Layout> {
+        self.ranks.iter().map(|r| r.layout.clone()).collect()
+    }
+
+    pub fn index_of(&self, incarnation: Incarnation) -> Option<usize> {
+        self.ranks.iter().position(|r| r.incarnation == incarnation)
+    }
+}
+
+/// A rank and the bytes and address of its pools: what goes into its metadata.
+pub(super) struct Announced<'a> {
+    pub rank: &'a RankInfo,
+    pub pools: Vec<wire::PoolMemory>,
+}
+
+pub(super) fn encode_agent(announced: &Announced<'_>) -> Result<Vec<u8>> {
+    let body = wire::EngineMetadata {
+        ranks: vec![agent_message(announced)],
+    };
+    let invariants = Invariants::of(std::slice::from_ref(&announced.rank.layout))?;
+    encode(Kind::Agent, &invariants, &body)
+}
+
+/// Joins agents' metadata into an engine's.
+pub(super) fn join(blobs: &[Vec<u8>]) -> Result<(EngineInfo, Vec<u8>)> {
+    let mut ranks = Vec::new();
+    for (i, blob) in blobs.iter().enumerate() {
+        let (_, body) =
+            open(blob, Kind::Agent, None).map_err(|e| e.context(format!("rank metadata {i}")))?;
+        ranks.extend(body.ranks);
+    }
+    let mut parsed = ranks
+        .iter()
+        .map(|m| Ok((rank_info(m)?, m.clone())))
+        .collect::<Result<Vec<_>>>()?;
+    parsed.sort_by_key(|(info, _)| info.layout.coordinates.global_rank);
+    for pair in parsed.windows(2) {
+        let (a, b) = (&pair[0].0, &pair[1].0);
+        let rank = a.layout.coordinates.global_rank;
+        if rank == b.layout.coordinates.global_rank {
+            bail!(
+                KVF_ERR_DUPLICATE,
+                "global rank {rank} is both agent {:?} ({}) and agent {:?} ({})",
+                a.incarnation,
+                a.name,
+                b.incarnation,
+                b.name
+            );
+        }
+    }
+    let (ranks, messages): (Vec<_>, Vec<_>) = parsed.into_iter().unzip();
+    let engine = EngineInfo { ranks };
+    crate::layout::validate_engine(&engine.layouts())?;
+    let invariants = Invariants::of(&engine.layouts())?;
+    let bytes = encode(
+        Kind::Engine,
+        &invariants,
+        &wire::EngineMetadata { ranks: messages },
+    )?;
+    Ok((engine, bytes))
+}
+
+/// Reads a remote engine's metadata. `ours` is compared first.
+///
+/// # Errors
+/// `KVF_ERR_INCOMPATIBLE` naming the field and both values; `KVF_ERR_ABI_MISMATCH` for another
+/// major version; `KVF_ERR_INVALID_ARGUMENT` for bytes that are no metadata.
+pub(super) fn decode_engine(bytes: &[u8], ours: &Invariants) -> Result<EngineInfo> {
+    let (_, body) = open(bytes, Kind::Engine, Some(ours))?;
+    let ranks = body
+        .ranks
+        .iter()
+        .map(rank_info)
+        .collect::<Result<Vec<_>>>()?;
+    if ranks.is_empty() {
+        bail!(KVF_ERR_INVALID_ARGUMENT, "engine metadata without ranks");
+    }
+    Ok(EngineInfo { ranks })
+}
+
+fn encode(kind: Kind, invariants: &Invariants, body: &wire::EngineMetadata) -> Result<Vec<u8>> {
+    let invariants = invariants_message(invariants).encode_to_vec();
+    let total = HEAD + invariants.len() + body.encoded_len();
+    if total > MAX_BYTES || invariants.len() > MAX_INVARIANTS {
+        bail!(
+            KVF_ERR_LIMIT,
+            "metadata of {total} bytes with {} bytes of invariants is over the limit of {MAX_BYTES} and {MAX_INVARIANTS}",
+            invariants.len()
+        );
+    }
+    let mut out = Vec::with_capacity(total);
+    out.extend_from_slice(&wire::METADATA_MAGIC);
+    out.extend_from_slice(&MAJOR.to_le_bytes());
+    out.extend_from_slice(&(kind as u16).to_le_bytes());
+    out.extend_from_slice(&(total as u32).to_le_bytes());
+    out.extend_from_slice(&(invariants.len() as u32).to_le_bytes());
+    out.extend_from_slice(&digest(&invariants));
+    out.extend_from_slice(&invariants);
+    body.encode_raw(&mut out);
+    Ok(out)
+}
+
+fn digest(invariants: &[u8]) -> [u8; 16] {
+    let full = Sha256::digest(invariants);
+    std::array::from_fn(|i| full[i])
+}
+
+/// Checks the head, compares the invariants with `ours`, decodes the body.
+fn open(
+    bytes: &[u8],
+    kind: Kind,
+    ours: Option<&Invariants>,
+) -> Result<(Invariants, wire::EngineMetadata)> {
+    let number = |at: usize, n: usize| -> u64 {
+        bytes[at..at + n]
+            .iter()
+            .rev()
+            .fold(0, |acc, b| acc << 8 | u64::from(*b))
+    };
+    if bytes.len() < HEAD || bytes[..4] != wire::METADATA_MAGIC {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "{} bytes that are not kvferry metadata",
+            bytes.len()
+        );
+    }
+    let major = number(4, 2);
+    if major != u64::from(MAJOR) {
+        bail!(
+            KVF_ERR_ABI_MISMATCH,
+            "metadata of major version {major}, this library reads {MAJOR}; use the same release on both sides"
+        );
+    }
+    if number(6, 2) != kind as u64 {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "metadata of kind {} where kind {} ({kind:?}) is needed: agents' metadata goes into kvf_engine_create, an engine's into kvf_peer_add",
+            number(6, 2),
+            kind as u16
+        );
+    }
+    let (total, invariants_len) = (number(8, 4) as usize, number(12, 4) as usize);
+    if total != bytes.len() || total > MAX_BYTES {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "metadata of {} bytes says it has {total}",
+            bytes.len()
+        );
+    }
+    if invariants_len > MAX_INVARIANTS || HEAD + invariants_len > total {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "metadata with {invariants_len} bytes of invariants in {total}"
+        );
+    }
+    let section = &bytes[HEAD..HEAD + invariants_len];
+    if digest(section) != bytes[16..32] {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "metadata is damaged: its digest does not fit"
+        );
+    }
+    let theirs = wire::Invariants::decode(section)
+        .map_err(|e| err!(KVF_ERR_INVALID_ARGUMENT, "metadata invariants: {e}"))?;
+    let theirs = invariants(&theirs)?;
+    if let Some(ours) = ours {
+        theirs
+            .compare(ours)
+            .map_err(|e| e.context("the peer engine (source) and this one (destination)"))?;
+    }
+    let body = wire::EngineMetadata::decode(&bytes[HEAD + invariants_len..])
+        .map_err(|e| err!(KVF_ERR_INVALID_ARGUMENT, "metadata body: {e}"))?;
+    Ok((theirs, body))
+}
+
+/// 16 bytes of an identity.
+pub(super) fn incarnation(bytes: &[u8]) -> Result<Incarnation> {
+    match bytes.try_into() {
+        Ok(bytes) => Ok(Incarnation(bytes)),
+        Err(_) => bail!(
+            KVF_ERR_PROTOCOL,
+            "an incarnation of {} bytes, it has 16",
+            bytes.len()
+        ),
+    }
+}
+
+fn agent_message(announced: &Announced<'_>) -> wire::AgentMetadata {
+    let rank = announced.rank;
+    wire::AgentMetadata {
+        incarnation: rank.incarnation.0.to_vec(),
+        name: rank.name.clone(),
+        process: rank.process.to_vec(),
+        host: rank.host.clone(),
+        address: rank.address.map(|a| a.to_string()).unwrap_or_default(),
+        pools: announced.pools.clone(),
+        layout: Some(layout_message(&rank.layout)),
+    }
+}
+
+fn rank_info(m: &wire::AgentMetadata) -> Result<RankInfo> {
+    let Some(message) = &m.layout else {
+        bail!(KVF_ERR_INVALID_ARGUMENT, "agent {} has no layout", m.name);
+    };
+    let layout = layout(message)?;
+    let bytes = |id: u32| m.pools.iter().find(|p| p.id == id).map(|p| p.bytes);
+    // A peer's claims about its memory are checked like our own; its pools' real lengths are
+    // checked again when they are mapped.
+    crate::layout::validate(&layout, &bytes)
+        .map_err(|e| e.context(format!("layout of agent {}", m.name)))?;
+    let address = match m.address.as_str() {
+        "" => None,
+        text => Some(text.parse().map_err(|_| {
+            err!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "agent {}: address {text:?}",
+                m.name
+            )
+        })?),
+    };
+    Ok(RankInfo {
+        incarnation: incarnation(&m.incarnation)?,
+        name: m.name.clone(),
+        process: incarnation(&m.process)?.0,
+        host: m.host.clone(),
+        address,
+        layout,
+    })
+}
+
+fn invariants_message(inv: &Invariants) -> wire::Invariants {
+    wire::Invariants {
+        fingerprint: inv.fingerprint.clone(),
+        groups: inv
+            .groups
+            .iter()
+            .map(|g| wire::InvariantGroup {
+                kind: u32::from(g.state),
+                layers: g.layers.clone(),
+                views: g
+                    .views
+                    .iter()
+                    .map(|v| wire::InvariantView {
+                        role: v.role as u32,
+                        element_bits: v.element_bits,
+                        bytes_per_head: v.bytes_per_head,
+                        total_heads: v.total_heads,
+                        sections: sections_message(&v.sections),
+                    })
+                    .collect(),
+            })
+            .collect(),
+    }
+}
+
+fn invariants(m: &wire::Invariants) -> Result<Invariants> {
+    Ok(Invariants {
+        fingerprint: m.fingerprint.clone(),
+        groups: m
+            .groups
+            .iter()
+            .map(|g| {
+                Ok(GroupInvariants {
+                    state: g.kind == 1,
+                    layers: g.layers.clone(),
+                    views: g
+                        .views
+                        .iter()
+                        .map(|v| {
+                            Ok(ViewInvariants {
+                                role: role(v.role)?,
+                                element_bits: v.element_bits,
+                                bytes_per_head: v.bytes_per_head,
+                                total_heads: v.total_heads,
+                                sections: sections(&v.sections),
+                            })
+                        })
+                        .collect::<Result<_>>()?,
+                })
+            })
+            .collect::<Result<_>>()?,
+    })
+}
+
+fn role(code: u32) -> Result<Role> {
+    Role::from_code(code).ok_or_else(|| err!(KVF_ERR_INVALID_ARGUMENT, "role {code} is not known"))
+}
+
+fn sections_message(sections: &[Section]) -> Vec<wire::SectionMessage> {
+    sections
+        .iter()
+        .map(|s| wire::SectionMessage {
+            name: s.name.clone(),
+            total: s.total,
+        })
+        .collect()
+}
+
+fn sections(messages: &[wire::SectionMessage]) -> Vec<Section> {
+    messages
+        .iter()
+        .map(|s| Section {
+            name: s.name.clone(),
+            total: s.total,
+        })
+        .collect()
+}
+
+fn layout_message(layout: &Layout) -> wire::LayoutMessage {
+    let c = &layout.coordinates;
+    wire::LayoutMessage {
+        fingerprint: layout.fingerprint.clone(),
+        coordinates: vec![
+            c.global_rank,
+            c.tp_rank,
+            c.tp_size,
+            c.pp_rank,
+            c.pp_size,
+            c.cp_rank,
+            c.cp_size,
+            c.dp_rank,
+            c.dp_size,
+        ],
+        groups: layout.groups.iter().map(group_message).collect(),
+    }
+}
+
+fn group_message(group: &Group) -> wire::GroupLayout {
+    let (kind, tokens_per_block, window) = match group.kind {
+        GroupKind::Paged {
+            tokens_per_block,
+            window,
+        } => (0, tokens_per_block, window),
+        GroupKind::State => (1, 0, 0),
+    };
+    wire::GroupLayout {
+        kind,
+        tokens_per_block,
+        window,
+        layers: group.layers.clone(),
+        ordinal_offset: group.ordinals.offset,
+        ordinal_stride: group.ordinals.stride,
+        views: group
+            .views
+            .iter()
+            .map(|v| wire::ViewLayout {
+                role: v.role as u32,
+                element_bits: v.element_bits,
+                heads: v.heads,
+                bytes_per_head: v.bytes_per_head,
+                sharding: vec![v.shards, v.shard, v.replicas, v.replica],
+                sections: sections_message(&v.sections),
+                tensor_pools: v.tensors.iter().map(|t| t.pool).collect(),
+                tensor_offsets: v.tensors.iter().map(|t| t.offset).collect(),
+                slots: v.slots,
+                strides: vec![
+                    v.strides.slot,
+                    v.strides.layer,
+                    v.strides.token,
+                    v.strides.head,
+                ],
+            })
+            .collect(),
+    }
+}
+
+fn layout(m: &wire::LayoutMessage) -> Result<Layout> {
+    let c = |i: usize| m.coordinates.get(i).copied().unwrap_or(0);
+    Ok(Layout {
+        fingerprint: m.fingerprint.clone(),
+        coordinates: Coordinates {
+            global_rank: c(0),
+            tp_rank: c(1),
+            tp_size: c(2),
+            pp_rank: c(3),
+            pp_size: c(4),
+            cp_rank: c(5),
+            cp_size: c(6),
+            dp_rank: c(7),
+            dp_size: c(8),
+        },
+        groups: m.groups.iter().map(group).collect::<Result<_>>()?,
+    })
+}
+
+fn group(m: &wire::GroupLayout) -> Result<Group> {
+    let kind = match m.kind {
+        0 => GroupKind::Paged {
+            tokens_per_block: m.tokens_per_block,
+            window: m.window,
+        },
+        1 => GroupKind::State,
+        other => bail!(KVF_ERR_INVALID_ARGUMENT, "group kind {other} is not known"),
+    };
+    Ok(Group {
+        kind,
+        layers: m.layers.clone(),
+        ordinals: Ordinals {
+            offset: m.ordinal_offset,
+            stride: m.ordinal_stride,
+        },
+        views: m.views.iter().map(view).collect::<Result<_>>()?,
+    })
+}
+
+fn view(m: &wire::ViewLayout) -> Result<View> {
+    let (Ok(sharding), Ok(strides)) = (
+        <[u32; 4]>::try_from(m.sharding.as_slice()),
+        <[u64; 4]>::try_from(m.strides.as_slice()),
+    ) else {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "a view without its shards or strides"
+        );
+    };
+    if m.tensor_pools.len() != m.tensor_offsets.len() {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "a view with {} tensor pools and {} offsets",
+            m.tensor_pools.len(),
+            m.tensor_offsets.len()
+        );
+    }
+    let tensors = m.tensor_pools.iter().zip(&m.tensor_offsets);
+    Ok(View {
+        role: role(m.role)?,
+        element_bits: m.element_bits,
+        heads: m.heads,
+        bytes_per_head: m.bytes_per_head,
+        shards: sharding[0],
+        shard: sharding[1],
+        replicas: sharding[2],
+        replica: sharding[3],
+        sections: sections(&m.sections),
+        tensors: tensors
+            .map(|(pool, offset)| Tensor {
+                pool: *pool,
+                offset: *offset,
+            })
+            .collect(),
+        slots: m.slots,
+        strides: Strides {
+            slot: strides[0],
+            layer: strides[1],
+            token: strides[2],
+            head: strides[3],
+        },
+    })
+}
+
+/// A status that came over the wire.
+pub(super) fn status(code: i32) -> Status {
+    match Status::from_code(code) {
+        Some(Status::KVF_OK | Status::KVF_IN_PROGRESS) | None => Status::KVF_ERR_TRANSFER,
+        Some(status) => status,
+    }
+}

@@ -1,0 +1,147 @@
+//! A remote engine as a caller's handle sees it, and the routes to its agents.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::api::PeerInfo;
+use super::metadata::EngineInfo;
+use crate::error::{Error, Status};
+use crate::ids::Incarnation;
+use crate::plan::Plan;
+use crate::transport::DataPath;
+
+/// Whether and how one remote agent's memory can be read. Shared by all handles to its engine.
+pub(super) struct Route {
+    pub incarnation: Incarnation,
+    pub name: String,
+    state: Mutex<RouteState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct RouteState {
+    /// The way in, or why there is none for good; `None` = not known yet.
+    outcome: Option<Result<Arc<dyn DataPath>, Error>>,
+}
+
+impl Route {
+    pub fn new(incarnation: Incarnation, name: String) -> Self {
+        Self {
+            incarnation,
+            name,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, RouteState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The way in, or why there is none; `None` = still connecting.
+    pub fn get(&self) -> Option<Result<Arc<dyn DataPath>, Error>> {
+        self.lock().outcome.clone()
+    }
+
+    /// Changes it; `None` = connecting again.
+    pub fn set(&self, outcome: Option<Result<Arc<dyn DataPath>, Error>>) {
+        let before = std::mem::replace(&mut self.lock().outcome, outcome);
+        self.changed.notify_all();
+        // Unmapping may take a while: not under the lock.
+        drop(before);
+    }
+
+    /// Waits until it is known.
+    fn wait(&self, deadline: Option<Instant>) -> Status {
+        let mut state = self.lock();
+        loop {
+            match &state.outcome {
+                Some(Ok(_)) => return Status::KVF_OK,
+                Some(Err(e)) => return e.status,
+                None => {}
+            }
+            let left = match deadline {
+                Some(at) => at.saturating_duration_since(Instant::now()),
+                None => Duration::from_secs(3600),
+            };
+            if left.is_zero() {
+                return Status::KVF_TIMED_OUT;
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl std::fmt::Debug for Route {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Route")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
+
+/// One `peer_add`.
+#[derive(Debug)]
+pub(super) struct PeerShared {
+    pub id: u64,
+    pub user_data: u64,
+    pub engine: Arc<EngineInfo>,
+    /// From that engine to ours.
+    pub plan: Arc<Plan>,
+    /// One for each rank of the engine.
+    pub routes: Vec<Arc<Route>>,
+    /// Ranks that our rank reads from, ascending.
+    pub needed: Vec<usize>,
+}
+
+impl PeerShared {
+    pub fn wait(&self, timeout: Duration) -> Status {
+        let deadline = Instant::now().checked_add(timeout);
+        for rank in &self.needed {
+            match self.routes[*rank].wait(deadline) {
+                Status::KVF_OK => {}
+                other => return other,
+            }
+        }
+        Status::KVF_OK
+    }
+
+    pub fn info(&self) -> PeerInfo {
+        let mut info = PeerInfo {
+            status: Status::KVF_OK,
+            ranks: self.needed.len() as u32,
+            ranks_ready: 0,
+            transport: "",
+            text: String::new(),
+        };
+        for rank in &self.needed {
+            let route = &self.routes[*rank];
+            let line = match route.get() {
+                Some(Ok(path)) => {
+                    info.ranks_ready += 1;
+                    if info.transport.is_empty() {
+                        info.transport = path.name();
+                    }
+                    format!("{}: {}", path.name(), path.reason())
+                }
+                Some(Err(e)) => {
+                    info.status = e.status;
+                    e.text
+                }
+                None => {
+                    if info.status == Status::KVF_OK {
+                        info.status = Status::KVF_IN_PROGRESS;
+                    }
+                    "connecting".into()
+                }
+            };
+            if !info.text.is_empty() {
+                info.text.push_str("; ");
+            }
+            info.text
+                .push_str(&format!("rank {rank} ({}): {line}", route.name));
+        }
+        info
+    }
+}

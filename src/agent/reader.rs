@@ -1,0 +1,483 @@
+//! The control thread's table of imports: events in, actions of the session machine out; and the
+//! workers' part of a job.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use super::begin::{ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_of, resolve_ends};
+use super::control::{Command, Control, Timer};
+use super::notices::Finished;
+use super::peers::Route;
+use super::ticket::{decode_ticket, entry_of, key};
+use super::{lock, metadata};
+use crate::error::{Error, Status};
+use crate::ids::{Epoch, Incarnation, PublicationId};
+use crate::memory::Pool;
+use crate::plan::Pair;
+use crate::session::reader::{self, Action, Event};
+use crate::session::{End, Now};
+use crate::transport::{DataPath, ReadJob};
+use crate::wire::{self, Body};
+
+/// One source rank's part of an import.
+pub(super) struct NewJob {
+    pub pair: Arc<Pair>,
+    /// Epoch 0: the source has to be asked what it published.
+    pub id: PublicationId,
+    pub job: Option<Arc<ReadJob>>,
+}
+
+/// An import on its way to the control thread.
+pub(super) struct NewImport {
+    pub cell: Arc<ImportCell>,
+    /// One for each job.
+    pub routes: Vec<Arc<Route>>,
+    pub jobs: Vec<NewJob>,
+    pub wants: Wants,
+    pub pools: BTreeMap<u32, Arc<Pool>>,
+    pub deadline: Now,
+    pub lease: Duration,
+    pub priority: i32,
+    /// A receive: jobs come with the senders' pushes.
+    pub offer: Option<u64>,
+}
+
+pub(super) struct Import {
+    new: NewImport,
+    machine: reader::Import,
+}
+
+impl Import {
+    /// Ends the cell without the machine: the control thread itself is broken.
+    pub fn fail_for_good(&self, end: &End) {
+        self.new.cell.cell.end(end.clone());
+    }
+}
+
+/// Copies less than this are not worth a second worker, in bytes.
+const SHARE_BYTES: u64 = 512 << 10;
+
+impl Control {
+    pub fn begin_import(&mut self, new: NewImport) {
+        let (id, now) = (new.cell.cell.id, self.now());
+        // Six signs of life a lease: three may be late.
+        let machine = reader::Import::new(now, new.jobs.len(), new.deadline, new.lease / 6);
+        self.timers.set(Timer::Import(id), machine.next_deadline());
+        let jobs = new.jobs.len();
+        if let Some(offer) = new.offer {
+            self.offers.open(offer, None);
+        }
+        self.imports.insert(id, Import { new, machine });
+        for job in 0..jobs {
+            self.try_start(id, job);
+        }
+    }
+
+    /// Starts a job whose route and slots are known; asks for what is missing.
+    pub fn try_start(&mut self, id: u64, job: usize) {
+        let Some(import) = self.imports.get(&id) else {
+            return;
+        };
+        let (Some(new), Some(route)) = (import.new.jobs.get(job), import.new.routes.get(job))
+        else {
+            return;
+        };
+        if new.job.is_none() {
+            let asked = wire::Claim {
+                key: Some(new.id.key.into()),
+                epoch: 0,
+            };
+            if import.new.offer.is_none() {
+                self.send_to(new.id.source, Body::Claim(asked));
+            }
+            if let Some(Err(e)) = route.get() {
+                self.import_event(id, Event::SourceLost(job, End::new(e.status, e.text)));
+            }
+            return;
+        }
+        match route.get() {
+            Some(Ok(_)) => self.import_event(id, Event::Ready(job)),
+            Some(Err(e)) => {
+                self.import_event(id, Event::SourceLost(job, End::new(e.status, e.text)));
+            }
+            None => {}
+        }
+    }
+
+    /// Feeds an import's machine and does what it says.
+    pub fn import_event(&mut self, id: u64, event: Event) {
+        let now = self.now();
+        let Some(import) = self.imports.get_mut(&id) else {
+            return;
+        };
+        let actions = import.machine.on(event, now);
+        let next = import.machine.next_deadline();
+        self.timers.set(Timer::Import(id), next);
+        let safe = actions.contains(&Action::MemorySafe);
+        if safe {
+            self.free_slots(id);
+        }
+        for action in actions {
+            match action {
+                Action::Start(job) => self.start(id, job),
+                Action::Stop(job) => {
+                    if let Some(job) = self.job(id, job) {
+                        job.cancel();
+                    }
+                }
+                Action::Renew(job) => self.renew(id, job),
+                Action::Outcome(end) => self.outcome(id, end, safe),
+                Action::Tell(job, end) => self.tell_source(id, job, &end),
+                Action::MemorySafe => {
+                    if let Some(import) = self.imports.remove(&id) {
+                        import.new.cell.cell.make_safe(false);
+                        let pools = import.new.cell.pools.clone();
+                        // Our references to the pools go before "may be freed" can be said.
+                        lock(&import.new.cell.jobs).clear();
+                        drop(import);
+                        self.operation_ended(&pools);
+                    }
+                    self.offer_over(id);
+                }
+            }
+        }
+    }
+
+    fn free_slots(&self, id: u64) {
+        if let Some(import) = self.imports.get(&id) {
+            let mut state = self.shared.lock();
+            state.slots.end_write(id, &import.new.cell.slots);
+        }
+    }
+
+    fn outcome(&mut self, id: u64, end: End, safe: bool) {
+        let Some(import) = self.imports.get(&id) else {
+            return;
+        };
+        let cell = &import.new.cell;
+        cell.ended_now();
+        self.shared.log.debug(format_args!(
+            "import {id} of {} ended: {:?} {}",
+            cell.cell.key, end.status, end.text
+        ));
+        if safe {
+            cell.cell.end_safe(end);
+        } else {
+            cell.cell.end(end);
+        }
+    }
+
+    fn job(&self, id: u64, job: usize) -> Option<Arc<ReadJob>> {
+        self.imports.get(&id)?.new.jobs.get(job)?.job.clone()
+    }
+
+    fn start(&mut self, id: u64, at: usize) {
+        let Some(import) = self.imports.get(&id) else {
+            return;
+        };
+        let (new, route) = (&import.new.jobs[at], &import.new.routes[at]);
+        let Some(job) = new.job.clone() else { return };
+        let claim = wire::Claim {
+            key: Some(new.id.key.into()),
+            epoch: new.id.epoch.0,
+        };
+        if job.bytes() == 0 {
+            return self.import_event(id, Event::Stopped(at, End::ok()));
+        }
+        let path = match route.get() {
+            Some(Ok(path)) => path,
+            Some(Err(e)) => {
+                let end = End::new(e.status, e.text);
+                return self.import_event(id, Event::Stopped(at, end));
+            }
+            None => {
+                let end = End::new(Status::KVF_ERR_PEER_LOST, "the peer went away");
+                return self.import_event(id, Event::Stopped(at, end));
+            }
+        };
+        let cell = &import.new.cell;
+        cell.submitted.fetch_add(1, Ordering::Relaxed);
+        *lock(&cell.transport) = path.name();
+        let priority = import.new.priority;
+        self.send_to(new.id.source, Body::Claim(claim));
+        let workers = self.shared.workers.count() as u64;
+        let share = job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
+        let run = Arc::new(Run {
+            path,
+            job,
+            left: AtomicUsize::new(share),
+            failed: Mutex::new(None),
+        });
+        for _ in 0..share {
+            let (run, shared) = (run.clone(), self.shared.clone());
+            self.shared.workers.submit(priority, move || {
+                if let Some(end) = run.work() {
+                    // Before the message: whoever hears of the end may free the pools.
+                    drop(run);
+                    shared.send(Command::Stopped(id, at, end));
+                }
+            });
+        }
+    }
+
+    fn renew(&self, id: u64, job: usize) {
+        if let Some(import) = self.imports.get(&id)
+            && let Some(new) = import.new.jobs.get(job)
+            && new.id.epoch != Epoch(0)
+        {
+            let renew = wire::Renew {
+                key: Some(new.id.key.into()),
+                epoch: new.id.epoch.0,
+            };
+            self.send_to(new.id.source, Body::Renew(renew));
+        }
+    }
+
+    fn tell_source(&mut self, id: u64, job: usize, end: &End) {
+        let Some(import) = self.imports.get(&id) else {
+            return;
+        };
+        if let Some(new) = import.new.jobs.get(job) {
+            let finished = Finished {
+                id: new.id,
+                status: end.status,
+                bytes: new.job.as_ref().map_or(0, |job| job.moved()),
+                lease: import.new.lease,
+            };
+            // Without a word from a sender there is nobody to tell.
+            if new.id.epoch != Epoch(0) || import.new.offer.is_none() {
+                self.tell_finished(finished);
+            }
+        }
+    }
+
+    /// (import, job) pairs that read from an agent.
+    fn jobs_from(&self, agent: Incarnation) -> Vec<(u64, usize)> {
+        let mut found = Vec::new();
+        for (id, import) in &self.imports {
+            for (at, job) in import.new.jobs.iter().enumerate() {
+                if job.id.source == agent {
+                    found.push((*id, at));
+                }
+            }
+        }
+        found
+    }
+
+    /// A route became known, or its link is new.
+    pub fn route_changed(&mut self, agent: Incarnation) {
+        for (id, job) in self.jobs_from(agent) {
+            self.try_start(id, job);
+        }
+    }
+
+    /// An agent died: imports from it fail.
+    pub fn sources_lost(&mut self, agent: Incarnation, end: &End) {
+        for (id, job) in self.jobs_from(agent) {
+            self.import_event(id, Event::SourceLost(job, end.clone()));
+        }
+    }
+
+    /// A source said that a publication has ended.
+    pub fn on_ended(&mut self, agent: Incarnation, ended: &wire::Ended) {
+        let key = key(ended.key);
+        let end = End::new(
+            metadata::status(ended.status),
+            format!("the source ended the publication: {}", ended.text),
+        );
+        for (id, at) in self.jobs_from(agent) {
+            let matches = self.imports.get(&id).is_some_and(|import| {
+                let job = &import.new.jobs[at].id;
+                job.key == key && (job.epoch == Epoch(ended.epoch) || job.epoch == Epoch(0))
+            });
+            if matches {
+                self.import_event(id, Event::SourceLost(at, end.clone()));
+            }
+        }
+    }
+
+    /// A source said what it has published: bind and start what waited for it.
+    pub fn on_published(&mut self, agent: Incarnation, published: &wire::Published) {
+        self.resolve_notice(agent, published);
+        let key = key(published.key);
+        let Some(entry) = &published.entry else {
+            return;
+        };
+        for (id, at) in self.jobs_from(agent) {
+            let waits = self.imports.get(&id).is_some_and(|import| {
+                let job = &import.new.jobs[at];
+                job.job.is_none() && job.id.key == key && import.new.offer.is_none()
+            });
+            if waits {
+                self.resolve_job(id, at, entry);
+            }
+        }
+    }
+
+    /// Gives a job its source's slots.
+    fn resolve_job(&mut self, id: u64, at: usize, entry: &wire::TicketEntry) {
+        let Some(import) = self.imports.get_mut(&id) else {
+            return;
+        };
+        let new = &mut import.new;
+        new.jobs[at].id.epoch = Epoch(entry.epoch);
+        match bind(&new.jobs[at].pair, &new.wants, entry) {
+            Ok(bindings) => {
+                add_part_bytes(&mut lock(&new.cell.part_bytes), &bindings);
+                let bindings = bindings.into_iter().map(|(_, b)| b).collect();
+                let job = Arc::new(ReadJob::new(bindings, new.pools.clone(), lease_of(entry)));
+                lock(&new.cell.jobs).push(job.clone());
+                new.jobs[at].job = Some(job);
+                self.try_start(id, at);
+            }
+            Err(e) => self.import_event(id, Event::SourceLost(at, End::new(e.status, e.text))),
+        }
+    }
+
+    /// A sender's push for one of our offers came in.
+    pub fn on_push(&mut self, agent: Incarnation, push: &wire::Push) {
+        let ticket = match decode_ticket(&push.ticket) {
+            Ok(ticket) => ticket,
+            Err(e) => {
+                return self
+                    .shared
+                    .log
+                    .warn(format_args!("push from {agent:?}: {e}"));
+            }
+        };
+        let Some(entry) = entry_of(&ticket, agent).cloned() else {
+            return;
+        };
+        if let Err(e) = self.push_arrived(agent, push.offer, &ticket, &entry) {
+            let ended = wire::OfferEnded {
+                offer: push.offer,
+                key: ticket.key,
+                epoch: entry.epoch,
+                status: e.status as i32,
+                text: e.text,
+            };
+            self.send_to(agent, Body::OfferEnded(ended));
+        }
+    }
+
+    fn push_arrived(
+        &mut self,
+        agent: Incarnation,
+        offer: u64,
+        ticket: &wire::Ticket,
+        entry: &wire::TicketEntry,
+    ) -> Result<(), Error> {
+        let Some(id) = self.offer_import(offer) else {
+            return self.answer_ended_offer(agent, offer, ticket, entry);
+        };
+        self.ask_memory(agent);
+        let known = self
+            .imports
+            .get(&id)
+            .is_some_and(|i| !i.new.jobs.is_empty());
+        if !known {
+            let (routes, pairs) = self.inward_pairs(agent, ticket.dp_rank)?;
+            let Some(import) = self.imports.get_mut(&id) else {
+                return Ok(());
+            };
+            check_prefix(import.new.wants.prefix_tag, ticket)?;
+            resolve_ends(&mut import.new.wants, ticket)?;
+            *lock(&import.new.cell.aux) = ticket.aux.clone();
+            import.new.jobs = pairs
+                .into_iter()
+                .map(|(source, pair)| NewJob {
+                    pair,
+                    id: PublicationId {
+                        source,
+                        key: key(ticket.key),
+                        epoch: Epoch(0),
+                    },
+                    job: None,
+                })
+                .collect();
+            import.new.routes = routes;
+            import.machine.expect(import.new.jobs.len());
+        }
+        let Some(import) = self.imports.get(&id) else {
+            return Ok(());
+        };
+        let at = import.new.jobs.iter().position(|j| j.id.source == agent);
+        match at {
+            Some(at) if import.new.jobs[at].job.is_none() => self.resolve_job(id, at, entry),
+            Some(_) => {}
+            None => crate::bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "source rank {} moves nothing to this rank",
+                entry.rank
+            ),
+        }
+        Ok(())
+    }
+}
+
+/// Several workers on one job.
+struct Run {
+    path: Arc<dyn DataPath>,
+    job: Arc<ReadJob>,
+    left: AtomicUsize,
+    failed: Mutex<Option<Error>>,
+}
+
+impl Run {
+    /// One worker's part; the last one to return gets the job's end.
+    fn work(&self) -> Option<End> {
+        // A panic must not leave the job without an end.
+        struct Leave<'a>(&'a Run);
+        impl Drop for Leave<'_> {
+            fn drop(&mut self) {
+                if std::thread::panicking() {
+                    self.0.job.cancel();
+                    self.0.left.fetch_sub(1, Ordering::AcqRel);
+                }
+            }
+        }
+        let leave = Leave(self);
+        if let Err(e) = self.path.run(&self.job) {
+            self.job.cancel();
+            lock(&self.failed).get_or_insert(e);
+        }
+        std::mem::forget(leave);
+        if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
+            return None;
+        }
+        Some(finish(&*self.path, &self.job, lock(&self.failed).take()))
+    }
+}
+
+/// Runs a whole job on the calling thread.
+pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob) -> End {
+    let failed = path.run(job).err();
+    finish(path, job, failed)
+}
+
+/// After the last byte: did the lease hold?
+fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>) -> End {
+    if let Some(e) = failed {
+        return End::new(e.status, e.text);
+    }
+    if job.moved() < job.bytes() {
+        return End::new(
+            Status::KVF_ERR_CANCELLED,
+            format!("stopped after {} of {} bytes", job.moved(), job.bytes()),
+        );
+    }
+    match path.attest(job) {
+        Ok(true) => End::ok(),
+        Ok(false) => End::new(
+            Status::KVF_ERR_EXPIRED,
+            format!(
+                "the source's lease ended before the last of {} bytes was attested",
+                job.bytes()
+            ),
+        ),
+        Err(e) => End::new(e.status, e.text),
+    }
+}

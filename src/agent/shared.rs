@@ -1,0 +1,280 @@
+//! What the callers' threads, the workers and the control thread of one agent share.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::time::Instant;
+
+use tokio::sync::mpsc;
+
+use super::api::{AgentConfig, Event};
+use super::begin::ImportCell;
+use super::control::Command;
+use super::log::Log;
+use super::metadata::EngineInfo;
+use super::peers::Route;
+use super::slots::Slots;
+use super::source::PublicationCell;
+use crate::bail;
+use crate::error::{Result, Status};
+use crate::ids::Incarnation;
+use crate::layout::{Invariants, Layout};
+use crate::memory::{LeaseTable, Pool};
+use crate::runtime::{EventQueue, Workers};
+use crate::session::{End, Now};
+
+/// Everything of an agent that is not the control thread's alone.
+pub(super) struct Shared {
+    pub config: AgentConfig,
+    pub incarnation: Incarnation,
+    pub process: [u8; 16],
+    pub host: String,
+    pub address: std::net::SocketAddr,
+    start: Instant,
+    pub events: Arc<EventQueue<Event>>,
+    pub leases: Arc<LeaseTable>,
+    pub commands: mpsc::UnboundedSender<Command>,
+    pub workers: Workers,
+    pub log: Log,
+    next_id: AtomicU64,
+    next_pool: AtomicU32,
+    /// New operations are refused (drain, shutdown, caught panic).
+    pub closed: AtomicBool,
+    state: Mutex<State>,
+}
+
+/// Registrations.
+#[derive(Default)]
+pub(super) struct State {
+    pub pools: BTreeMap<u32, PoolEntry>,
+    pub layout: Option<Arc<Layout>>,
+    pub engine: Option<Arc<OwnEngine>>,
+    pub slots: Slots,
+    /// Routes that some handle still has.
+    pub routes: BTreeMap<Incarnation, Weak<Route>>,
+    /// Imports that were not ended inside their begin call, to find the unsafe ones.
+    pub running: Vec<Weak<ImportCell>>,
+    /// Publications that are not ended, to fail them if the control thread breaks.
+    pub published: Vec<Weak<PublicationCell>>,
+    /// Publications that have not ended, transfers that are not safe.
+    pub live: u64,
+}
+
+/// A registered pool.
+pub(super) struct PoolEntry {
+    pub pool: Arc<Pool>,
+    /// Operations that may touch it.
+    pub users: u64,
+    /// Taken back: no new operation; (user data, reported).
+    pub leaving: Option<u64>,
+    /// "May be freed now" was said.
+    pub released: bool,
+}
+
+/// The engine that this agent is a rank of.
+pub(super) struct OwnEngine {
+    pub info: EngineInfo,
+    pub metadata: Vec<u8>,
+    pub invariants: Invariants,
+    /// Our place in `info.ranks`.
+    pub index: usize,
+}
+
+impl Shared {
+    #[allow(clippy::too_many_arguments)] // made in one place
+    pub fn new(
+        config: AgentConfig,
+        incarnation: Incarnation,
+        address: std::net::SocketAddr,
+        events: Arc<EventQueue<Event>>,
+        leases: Arc<LeaseTable>,
+        commands: mpsc::UnboundedSender<Command>,
+        workers: Workers,
+        log: Log,
+    ) -> Result<Self> {
+        Ok(Self {
+            config,
+            incarnation,
+            process: process_id()?,
+            host: host_id(),
+            address,
+            start: Instant::now(),
+            events,
+            leases,
+            commands,
+            workers,
+            log,
+            next_id: AtomicU64::new(1),
+            next_pool: AtomicU32::new(1),
+            closed: AtomicBool::new(false),
+            state: Mutex::default(),
+        })
+    }
+
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn now(&self) -> Now {
+        self.start.elapsed()
+    }
+
+    pub fn instant(&self, at: Now) -> Instant {
+        self.start + at
+    }
+
+    pub fn new_id(&self) -> u64 {
+        self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub fn new_pool_id(&self) -> u32 {
+        self.next_pool.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub fn send(&self, command: Command) {
+        // The control thread ends only with the agent; then there is nothing left to do.
+        let _ = self.commands.send(command);
+    }
+
+    /// The control thread is gone: everything that handles can see fails.
+    pub fn fail_everything(&self, text: &str) {
+        let end = End::new(Status::KVF_ERR_INTERNAL, text);
+        let state = self.lock();
+        for cell in state.running.iter().filter_map(Weak::upgrade) {
+            cell.cell.end(end.clone());
+        }
+        for cell in state.published.iter().filter_map(Weak::upgrade) {
+            cell.cell.end(end.clone());
+        }
+    }
+
+    pub fn check_open(&self) -> Result<()> {
+        if self.closed.load(Ordering::Acquire) {
+            bail!(
+                KVF_ERR_SHUTDOWN,
+                "agent {} is draining or has shut down",
+                self.config.name
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Adds a weak reference, dropping dead ones when their number has doubled.
+pub(super) fn remember<T>(list: &mut Vec<Weak<T>>, item: &Arc<T>) {
+    if list.len() == list.capacity() {
+        list.retain(|weak| weak.strong_count() > 0);
+        list.reserve(list.len() + 64);
+    }
+    list.push(Arc::downgrade(item));
+}
+
+impl State {
+    /// Our engine.
+    pub fn engine(&self) -> Result<Arc<OwnEngine>> {
+        match &self.engine {
+            Some(engine) => Ok(engine.clone()),
+            None => bail!(
+                KVF_ERR_STATE,
+                "the agent has no engine yet: call kvf_agent_set_layout and kvf_engine_create first"
+            ),
+        }
+    }
+
+    /// Pools under the views of these groups.
+    pub fn pools_of(&self, groups: impl Iterator<Item = u32>) -> Vec<u32> {
+        let Some(layout) = &self.layout else {
+            return Vec::new();
+        };
+        let mut pools: Vec<u32> = groups
+            .filter_map(|g| layout.groups.get(g as usize))
+            .flat_map(|g| &g.views)
+            .flat_map(|v| v.tensors.iter().map(|t| t.pool))
+            .collect();
+        pools.sort_unstable();
+        pools.dedup();
+        pools
+    }
+
+    /// Counts one more operation on the pools, or changes nothing.
+    pub fn use_pools(&mut self, pools: &[u32]) -> Result<()> {
+        for id in pools {
+            if self.pools.get(id).is_none_or(|p| p.leaving.is_some()) {
+                bail!(
+                    KVF_ERR_STATE,
+                    "pool {id} is being unregistered: no new operation may use it"
+                );
+            }
+        }
+        for id in pools {
+            if let Some(entry) = self.pools.get_mut(id) {
+                entry.users += 1;
+            }
+        }
+        self.live += 1;
+        Ok(())
+    }
+
+    /// Takes an operation from the pools; true: one that is leaving has no users any more.
+    pub fn leave_pools(&mut self, pools: &[u32]) -> bool {
+        self.live = self.live.saturating_sub(1);
+        let mut free = self.live == 0;
+        for id in pools {
+            if let Some(entry) = self.pools.get_mut(id) {
+                entry.users = entry.users.saturating_sub(1);
+                free |= entry.users == 0 && entry.leaving.is_some();
+            }
+        }
+        free
+    }
+}
+
+/// Agents of this process, for copies inside it.
+static AGENTS: RwLock<Option<HashMap<Incarnation, Weak<Shared>>>> = RwLock::new(None);
+
+/// Makes an agent findable in its process.
+pub(super) fn register(shared: &Arc<Shared>) {
+    let mut agents = AGENTS.write().unwrap_or_else(PoisonError::into_inner);
+    agents
+        .get_or_insert_default()
+        .insert(shared.incarnation, Arc::downgrade(shared));
+}
+
+pub(super) fn unregister(incarnation: Incarnation) {
+    let mut agents = AGENTS.write().unwrap_or_else(PoisonError::into_inner);
+    if let Some(agents) = agents.as_mut() {
+        agents.remove(&incarnation);
+    }
+}
+
+/// An agent of this process.
+pub(super) fn find(incarnation: Incarnation) -> Option<Arc<Shared>> {
+    let agents = AGENTS.read().unwrap_or_else(PoisonError::into_inner);
+    agents.as_ref()?.get(&incarnation)?.upgrade()
+}
+
+/// 16 random bytes from the kernel.
+pub(super) fn random() -> Result<[u8; 16]> {
+    let mut bytes = [0; 16];
+    match getrandom::fill(&mut bytes) {
+        Ok(()) => Ok(bytes),
+        Err(e) => bail!(KVF_ERR_SYSTEM, "no random numbers from the kernel: {e}"),
+    }
+}
+
+/// Random id of this process, made with its first agent.
+fn process_id() -> Result<[u8; 16]> {
+    static ID: Mutex<Option<[u8; 16]>> = Mutex::new(None);
+    let mut id = ID.lock().unwrap_or_else(PoisonError::into_inner);
+    match *id {
+        Some(id) => Ok(id),
+        None => Ok(*id.insert(random()?)),
+    }
+}
+
+/// Identity of the running kernel: equal on two sides means "try the Unix socket", no more.
+fn host_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .map(|id| id.trim().to_owned())
+        .unwrap_or_default()
+}

@@ -1,0 +1,385 @@
+//! The control thread's table of publications: events in, actions of the session machine out.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::api::TransferInfo;
+use super::cells::Cell;
+use super::control::{Control, Timer};
+use super::metadata;
+use super::notices::Finished;
+use super::peers::PeerShared;
+use super::slots::GroupSlots;
+use super::ticket::key;
+use crate::error::Status;
+use crate::ids::{Consumer, Epoch, Incarnation, Key, PublicationId};
+use crate::memory::Lease;
+use crate::plan::{Plan, Policy};
+use crate::session::source::{Action, Event, Publication};
+use crate::session::{End, Now};
+use crate::wire::{self, Body, TicketEntry};
+
+/// What a publication's handle and the control thread share besides the [`Cell`].
+#[derive(Debug)]
+pub(super) struct PublicationCell {
+    pub cell: Cell,
+    pub id: PublicationId,
+    pub ticket: Vec<u8>,
+    /// Readers: seen (bit 31), finished and expected, for `info`.
+    pub claimed: AtomicU32,
+    pub readers_done: AtomicU32,
+    pub readers_expected: AtomicU32,
+    /// Bytes that readers say they took.
+    pub bytes: AtomicU64,
+}
+
+impl PublicationCell {
+    /// Fills in what a push adds to its outcome.
+    pub fn describe(&self, info: &mut TransferInfo) {
+        info.bytes = self.bytes.load(Ordering::Relaxed);
+        info.bytes_total = info.bytes;
+    }
+}
+
+/// A publication on its way to the control thread.
+pub(super) struct NewPublication {
+    pub cell: Arc<PublicationCell>,
+    pub lease: Lease,
+    pub entry: TicketEntry,
+    pub slots: Vec<GroupSlots>,
+    pub pools: Vec<u32>,
+    pub groups: Vec<usize>,
+    pub claim: Duration,
+    pub lease_time: Duration,
+    /// The push offer that this publication answers.
+    pub push: Option<(Incarnation, u64)>,
+}
+
+struct Entry {
+    new: NewPublication,
+    machine: Publication,
+}
+
+#[derive(Default)]
+pub(super) struct Publications {
+    entries: HashMap<PublicationId, Entry>,
+    /// The newest publication of a key.
+    by_key: HashMap<Key, Epoch>,
+    /// Readers that asked for a key before it was published.
+    awaiting: HashMap<Key, Vec<Incarnation>>,
+}
+
+impl Publications {
+    pub fn forget_awaiting(&mut self, key: Key) {
+        self.awaiting.remove(&key);
+    }
+
+    /// Ends every cell without the machines: the control thread itself is broken.
+    pub fn fail_all(&self, end: &End) {
+        for entry in self.entries.values() {
+            entry.new.cell.cell.end(end.clone());
+        }
+    }
+
+    fn ids_awaiting(&self, agent: Incarnation) -> Vec<PublicationId> {
+        let awaits = |(_, entry): &(&PublicationId, &Entry)| entry.machine.awaits(agent);
+        let ids = self.entries.iter().filter(awaits);
+        ids.map(|(id, _)| *id).collect()
+    }
+}
+
+impl Control {
+    pub fn publish(&mut self, new: NewPublication) {
+        let (id, now) = (new.cell.id, self.shared.now());
+        let machine = Publication::new(now, new.claim, new.lease_time);
+        self.timers
+            .set(Timer::Publication(id), machine.next_deadline());
+        self.publications.by_key.insert(id.key, id.epoch);
+        let push = new.push;
+        self.publications.entries.insert(id, Entry { new, machine });
+        if let Some((receiver, offer)) = push {
+            self.send_push(id, receiver, offer);
+        }
+        for agent in self
+            .publications
+            .awaiting
+            .remove(&id.key)
+            .unwrap_or_default()
+        {
+            self.timers.set(Timer::Awaiting(id.key), None);
+            self.claimed(agent, id);
+            self.send_published(agent, id);
+        }
+    }
+
+    fn send_push(&mut self, id: PublicationId, receiver: Incarnation, offer: u64) {
+        let ticket = match self.publications.entries.get(&id) {
+            Some(entry) => entry.new.cell.ticket.clone(),
+            None => return,
+        };
+        self.queue_push(receiver, id, wire::Push { offer, ticket });
+    }
+
+    /// Feeds a publication's machine and does what it says.
+    pub fn publication_event(&mut self, id: PublicationId, event: Event) {
+        let now = self.shared.now();
+        let Some(entry) = self.publications.entries.get_mut(&id) else {
+            return;
+        };
+        let actions = entry.machine.on(event, now);
+        let cell = entry.new.cell.clone();
+        let (done, expected) = entry.machine.progress();
+        cell.claimed
+            .store(u32::from(entry.machine.claimed()), Ordering::Relaxed);
+        cell.readers_done.store(done, Ordering::Relaxed);
+        cell.readers_expected.store(expected, Ordering::Relaxed);
+        let (next, lease) = (entry.machine.next_deadline(), entry.new.lease);
+        self.timers.set(Timer::Publication(id), next);
+        for action in actions {
+            match action {
+                Action::Revoke => {
+                    self.shared.leases.revoke(lease);
+                }
+                Action::Ack(consumer) => self.ack(consumer.incarnation, id),
+                Action::Tell(consumer, end) => self.tell_ended(consumer.incarnation, id, &end),
+                Action::End(end) => self.publication_ended(id, end),
+            }
+        }
+    }
+
+    fn publication_ended(&mut self, id: PublicationId, end: End) {
+        let Some(entry) = self.publications.entries.remove(&id) else {
+            return;
+        };
+        if self.publications.by_key.get(&id.key) == Some(&id.epoch) {
+            self.publications.by_key.remove(&id.key);
+        }
+        self.drop_push(id);
+        self.shared.lock().slots.end_read(&entry.new.slots);
+        self.shared.log.debug(format_args!(
+            "publication of {} ended: {:?} {}",
+            id.key, end.status, end.text
+        ));
+        // The word was revoked before: readers can be given nothing any more.
+        entry.new.cell.cell.end_safe(end);
+        self.operation_ended(&entry.new.pools);
+    }
+
+    fn ack(&self, agent: Incarnation, id: PublicationId) {
+        let ack = wire::FinishedAck {
+            key: Some(id.key.into()),
+            epoch: id.epoch.0,
+        };
+        self.send_to(agent, Body::FinishedAck(ack));
+    }
+
+    fn tell_ended(&self, agent: Incarnation, id: PublicationId, end: &End) {
+        let ended = wire::Ended {
+            key: Some(id.key.into()),
+            epoch: id.epoch.0,
+            status: end.status as i32,
+            text: end.text.clone(),
+        };
+        self.send_to(agent, Body::Ended(ended));
+    }
+
+    fn publication_id(&self, key: Key, epoch: u64) -> PublicationId {
+        PublicationId {
+            source: self.shared.incarnation,
+            key,
+            epoch: Epoch(epoch),
+        }
+    }
+
+    /// A reader's claim came in.
+    pub fn on_claim(&mut self, agent: Incarnation, claim: &wire::Claim) {
+        let key = key(claim.key);
+        if claim.epoch != 0 {
+            let id = self.publication_id(key, claim.epoch);
+            return self.claimed(agent, id);
+        }
+        match self.publications.by_key.get(&key) {
+            Some(epoch) => {
+                let id = self.publication_id(key, epoch.0);
+                self.claimed(agent, id);
+                self.send_published(agent, id);
+            }
+            None => {
+                let waiting = self.publications.awaiting.entry(key).or_default();
+                if !waiting.contains(&agent) {
+                    waiting.push(agent);
+                }
+                let until = self.shared.now() + self.shared.config.timeouts.claim;
+                self.timers.set(Timer::Awaiting(key), Some(until));
+            }
+        }
+    }
+
+    fn claimed(&mut self, agent: Incarnation, id: PublicationId) {
+        let Some(consumer) = self.consumer(agent) else {
+            return;
+        };
+        if self.publications.entries.contains_key(&id) {
+            let expected = self.expected(agent, id);
+            self.publication_event(id, Event::Claimed { consumer, expected });
+        } else {
+            self.publications_unknown(agent, id);
+        }
+    }
+
+    /// A late or wrong notice: counted, answered, without effect.
+    fn publications_unknown(&self, agent: Incarnation, id: PublicationId) {
+        self.shared.log.debug(format_args!(
+            "a notice about an unknown publication of {} epoch {}",
+            id.key, id.epoch.0
+        ));
+        let text = "no such publication: it has ended";
+        self.tell_ended(agent, id, &End::new(Status::KVF_ERR_EXPIRED, text));
+    }
+
+    fn consumer(&self, agent: Incarnation) -> Option<Consumer> {
+        let remote = self.remotes.get(&agent)?;
+        Some(Consumer {
+            incarnation: agent,
+            rank: remote.rank(),
+        })
+    }
+
+    /// Every reader of this agent's engine that the plan sends to us for this publication.
+    fn expected(&mut self, agent: Incarnation, id: PublicationId) -> Vec<Consumer> {
+        let (Some(plan), Some(remote), Some(entry)) = (
+            self.outward_plan(agent),
+            self.remotes.get(&agent),
+            self.publications.entries.get(&id),
+        ) else {
+            return Vec::new();
+        };
+        let Some(own) = self.shared.lock().engine.clone() else {
+            return Vec::new();
+        };
+        let ranks = &remote.engine.ranks;
+        let dp = remote.dp_rank();
+        plan.consumers(own.index, dp, &entry.new.groups)
+            .filter_map(|i| ranks.get(i))
+            .map(|rank| Consumer {
+                incarnation: rank.incarnation,
+                rank: rank.layout.coordinates.global_rank,
+            })
+            .collect()
+    }
+
+    /// The plan from our engine to the engine of this agent.
+    fn outward_plan(&mut self, agent: Incarnation) -> Option<Arc<Plan>> {
+        let engine = self.remotes.get(&agent)?.engine.clone();
+        if let Some(plan) = self.outward.get(&engine.id()) {
+            return Some(plan.clone());
+        }
+        let own = self.shared.lock().engine.clone()?;
+        match Plan::new(&own.info.layouts(), &engine.layouts(), Policy::Spread) {
+            Ok(plan) => {
+                let plan = Arc::new(plan);
+                self.outward.insert(engine.id(), plan.clone());
+                Some(plan)
+            }
+            Err(e) => {
+                self.shared
+                    .log
+                    .warn(format_args!("no plan for the reading engine: {e}"));
+                None
+            }
+        }
+    }
+
+    fn send_published(&self, agent: Incarnation, id: PublicationId) {
+        if let Some(entry) = self.publications.entries.get(&id) {
+            let published = wire::Published {
+                key: Some(id.key.into()),
+                entry: Some(entry.new.entry.clone()),
+            };
+            self.send_to(agent, Body::Published(published));
+        }
+    }
+
+    /// A reader's renewal came in.
+    pub fn on_renew(&mut self, agent: Incarnation, renew: &wire::Renew) {
+        let id = self.publication_id(key(renew.key), renew.epoch);
+        match self.consumer(agent) {
+            Some(consumer) if self.publications.entries.contains_key(&id) => {
+                self.publication_event(id, Event::Renewed(consumer));
+            }
+            _ => self.publications_unknown(agent, id),
+        }
+    }
+
+    /// A reader's end came in.
+    pub fn on_finished(&mut self, agent: Incarnation, finished: &wire::Finished) {
+        let id = self.publication_id(key(finished.key), finished.epoch);
+        let status = match finished.status {
+            0 => Status::KVF_OK,
+            code => metadata::status(code),
+        };
+        let Some(consumer) = self.consumer(agent) else {
+            return;
+        };
+        if !self.publications.entries.contains_key(&id) {
+            // Acknowledged all the same, so that the reader stops telling.
+            return self.ack(agent, id);
+        }
+        // A reader that moved nothing may finish without ever having claimed.
+        if let Some(entry) = self.publications.entries.get(&id) {
+            let bytes = &entry.new.cell.bytes;
+            bytes.fetch_add(finished.bytes, Ordering::Relaxed);
+        }
+        let expected = self.expected(agent, id);
+        self.publication_event(id, Event::Claimed { consumer, expected });
+        self.publication_event(id, Event::Finished(consumer, status));
+    }
+
+    /// A request of this side is still queued: renew what its ticket names.
+    pub fn hold(&mut self, peer: &PeerShared, held: &[Finished]) {
+        debug_assert!(held.len() <= peer.routes.len());
+        for finished in held {
+            let (key, epoch) = (Some(finished.id.key.into()), finished.id.epoch.0);
+            let body = match epoch {
+                // Not known yet: a claim renews as well.
+                0 => Body::Claim(wire::Claim { key, epoch }),
+                _ => Body::Renew(wire::Renew { key, epoch }),
+            };
+            self.send_to(finished.id.source, body);
+        }
+    }
+
+    /// An agent died: its publications no longer wait for it.
+    pub fn readers_lost(&mut self, agent: Incarnation, end: &End) {
+        for id in self.publications.ids_awaiting(agent) {
+            self.publication_event(id, Event::PeerLost(agent, end.clone()));
+        }
+        for waiting in self.publications.awaiting.values_mut() {
+            waiting.retain(|a| *a != agent);
+        }
+    }
+
+    /// The agent ends: every publication with it.
+    pub fn end_publications(&mut self) {
+        let ids: Vec<PublicationId> = self.publications.entries.keys().copied().collect();
+        for id in ids {
+            self.publication_event(id, Event::Shutdown);
+        }
+    }
+
+    /// The receiver of a push ended its offer without a transfer.
+    pub fn on_offer_ended(&mut self, agent: Incarnation, ended: &wire::OfferEnded) {
+        let id = self.publication_id(key(ended.key), ended.epoch);
+        if let Some(consumer) = self.consumer(agent) {
+            let status = metadata::status(ended.status);
+            self.publication_event(id, Event::Finished(consumer, status));
+        }
+    }
+
+    /// Time now, for callers in this folder.
+    pub fn now(&self) -> Now {
+        self.shared.now()
+    }
+}

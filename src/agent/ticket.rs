@@ -1,0 +1,149 @@
+//! Tickets and offers: the bytes that travel with a request.
+
+use prost::Message;
+
+use crate::error::Result;
+use crate::ids::{Incarnation, Key};
+use crate::wire::{self, KeyMessage, OFFER_MAGIC, TICKET_MAGIC};
+use crate::{bail, err};
+
+/// Longest ticket or offer that is looked at.
+const MAX_BYTES: usize = 8 << 20;
+/// Version of both formats.
+const MAJOR: u8 = 1;
+
+impl From<Key> for KeyMessage {
+    fn from(key: Key) -> Self {
+        Self {
+            request: key.request,
+            attempt: key.attempt,
+        }
+    }
+}
+
+impl From<KeyMessage> for Key {
+    fn from(key: KeyMessage) -> Self {
+        Self {
+            request: key.request,
+            attempt: key.attempt,
+        }
+    }
+}
+
+/// The key of a message, all of which have one.
+pub(super) fn key(message: Option<KeyMessage>) -> Key {
+    message.map(Key::from).unwrap_or_default()
+}
+
+pub(super) fn encode_ticket(ticket: &wire::Ticket) -> Vec<u8> {
+    encode(TICKET_MAGIC, ticket)
+}
+
+pub(super) fn encode_offer(offer: &wire::Offer) -> Vec<u8> {
+    encode(OFFER_MAGIC, offer)
+}
+
+fn encode(magic: [u8; 4], message: &impl Message) -> Vec<u8> {
+    let mut out = Vec::with_capacity(9 + message.encoded_len());
+    out.extend_from_slice(&magic);
+    out.push(MAJOR);
+    out.extend_from_slice(&(message.encoded_len() as u32).to_le_bytes());
+    message.encode_raw(&mut out);
+    out
+}
+
+/// # Errors
+/// `KVF_ERR_INVALID_ARGUMENT` for bytes that are no ticket, `KVF_ERR_ABI_MISMATCH` for a ticket of
+/// another major version.
+pub(super) fn decode_ticket(bytes: &[u8]) -> Result<wire::Ticket> {
+    decode("ticket", TICKET_MAGIC, bytes)
+}
+
+/// As [`decode_ticket`], for an offer.
+pub(super) fn decode_offer(bytes: &[u8]) -> Result<wire::Offer> {
+    decode("offer", OFFER_MAGIC, bytes)
+}
+
+fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: &[u8]) -> Result<M> {
+    let Some((head, body)) = bytes.split_at_checked(9) else {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "{} bytes are no {what}",
+            bytes.len()
+        );
+    };
+    if head[..4] != magic || bytes.len() > MAX_BYTES {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "{} bytes that do not start as a {what} does",
+            bytes.len()
+        );
+    }
+    if head[4] != MAJOR {
+        bail!(
+            KVF_ERR_ABI_MISMATCH,
+            "a {what} of version {}, this library reads {MAJOR}",
+            head[4]
+        );
+    }
+    let len = u32::from_le_bytes([head[5], head[6], head[7], head[8]]) as usize;
+    if len != body.len() {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "a {what} of {} bytes says it has {len}: it was cut or damaged",
+            body.len()
+        );
+    }
+    M::decode(body).map_err(|e| err!(KVF_ERR_INVALID_ARGUMENT, "damaged {what}: {e}"))
+}
+
+/// The entry of one source rank.
+pub(super) fn entry_of(ticket: &wire::Ticket, source: Incarnation) -> Option<&wire::TicketEntry> {
+    ticket
+        .entries
+        .iter()
+        .find(|entry| entry.incarnation == source.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Status::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_cut_or_foreign_ticket_is_refused() {
+        let ticket = wire::Ticket {
+            aux: vec![7; 20],
+            ..wire::Ticket::default()
+        };
+        let bytes = encode_ticket(&ticket);
+        assert_eq!(decode_ticket(&bytes).unwrap(), ticket);
+        for cut in 0..bytes.len() {
+            let err = decode_ticket(&bytes[..cut]).unwrap_err();
+            assert_eq!(err.status, KVF_ERR_INVALID_ARGUMENT, "{cut}: {err}");
+        }
+        assert_eq!(
+            decode_offer(&bytes).unwrap_err().status,
+            KVF_ERR_INVALID_ARGUMENT
+        );
+        let mut newer = bytes;
+        newer[4] = 2;
+        assert_eq!(
+            decode_ticket(&newer).unwrap_err().status,
+            KVF_ERR_ABI_MISMATCH
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
+            let mut ticket = TICKET_MAGIC.to_vec();
+            ticket.push(MAJOR);
+            ticket.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
+            ticket.extend_from_slice(&bytes);
+            let _ = decode_ticket(&ticket);
+            let _ = decode_ticket(&bytes);
+        }
+    }
+}

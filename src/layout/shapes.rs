@@ -1,0 +1,1 @@
+//! Constructors for the shapes engines really use.
