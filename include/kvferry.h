@@ -936,6 +936,10 @@ typedef struct kvf_import_desc {
    * Must be 0.
    */
   uint32_t reserved;
+  /**
+   * KVF_DIRECTION_PUSH: request and attempt. KVF_DIRECTION_PULL: 0, the ticket has them.
+   */
+  struct kvf_key key;
 } kvf_import_desc;
 
 /**
@@ -1963,7 +1967,7 @@ KVF_NOEXCEPT;
  * @param      agent     The agent.
  * @param[in]  desc      Start from KVF_IMPORT_DESC_INIT. Nothing of it is kept.
  * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return As kvf_pull_begin(); KVF_ERR_UNSUPPORTED also for KVF_DIRECTION_PUSH;
+ * @return As kvf_pull_begin(); with KVF_DIRECTION_PUSH as kvf_receive_begin();
  *         KVF_ERR_DUPLICATE also for an owned-only slot that is to be written.
  *
  * # Safety
@@ -1976,13 +1980,14 @@ kvf_status kvf_import_begin(struct kvf_agent *agent,
 KVF_NOEXCEPT;
 
 /**
- * Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. Not
- * served yet.
+ * Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. The
+ * sender skips exactly what is skipped here; a receive of nothing is born complete. Never blocks.
  *
  * @param      agent     The agent.
  * @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
  * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return KVF_ERR_UNSUPPORTED, after the arguments' errors.
+ * @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
+ *         changed then; KVF_ERR_UNSUPPORTED for a stream.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
@@ -1995,12 +2000,14 @@ KVF_NOEXCEPT;
 
 /**
  * Begins to write into slots that the destination opened. Mirrors Megatron-LM's
- * `begin_push_blocks`. Not served yet.
+ * `begin_push_blocks`. The destination's kvferry fetches the bytes, so that no process writes
+ * another one's memory. Never blocks.
  *
  * @param      agent     The agent.
  * @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
  * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return KVF_ERR_UNSUPPORTED, after the arguments' errors.
+ * @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
+ *         changed then; KVF_ERR_UNSUPPORTED for a stream.
  *
  * # Safety
  * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
@@ -2576,14 +2583,13 @@ kvf_status kvf_transfer_aux(const struct kvf_transfer *transfer,
 KVF_NOEXCEPT;
 
 /**
- * Gives the offer of a receive: the bytes that the sender's kvf_push_begin() needs. Not served
- * yet.
+ * Gives the offer of a receive: the bytes that the sender's kvf_push_begin() needs.
  *
  * @param      transfer  A transfer of kvf_receive_begin().
  * @param[out] buf       Receives the bytes; may be NULL when @p cap is 0.
  * @param      cap       Size of @p buf in bytes; 0 only asks for the size.
  * @param[out] needed    Receives the size, also when @p buf is too small; may be NULL.
- * @return KVF_ERR_UNSUPPORTED.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE if @p buf is too small; KVF_ERR_STATE for another transfer.
  *
  * # Safety
  * @p transfer must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
@@ -2656,7 +2662,7 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
 #define KVF_IMPORT_DESC_INIT \
     {sizeof(kvf_import_desc), KVF_ABI_VERSION, 0, NULL, NULL, 0, NULL, \
      sizeof(kvf_import_group), 0, NULL, sizeof(kvf_import_state), 0, NULL, \
-     sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0, 0, 0}
+     sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0, 0, 0, {0, 0, 0}}
 #define KVF_IMPORT_GROUP_INIT {0, 0, NULL, 0, 0, 0, 0}
 #define KVF_IMPORT_STATE_INIT {0, 0, 0}
 #define KVF_KEY_INIT {0, 0, 0}

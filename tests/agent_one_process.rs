@@ -316,10 +316,16 @@ fn a_receive_gets_what_is_pushed() {
         groups: want(&[], &[7, 0], skip).groups,
         ..ReceiveDesc::default()
     };
-    let (receive, bytes) = sink.agent.receive_begin(desc(4), None).unwrap();
+    let receive = sink.agent.receive_begin(desc(4), None).unwrap();
     let push = source
         .agent
-        .push_begin(&back, &bytes, offer(5, &[3, 9], 8), LONG, None)
+        .push_begin(
+            &back,
+            receive.offer().unwrap(),
+            offer(5, &[3, 9], 8),
+            LONG,
+            None,
+        )
         .unwrap();
     assert_eq!(receive.wait(LONG), KVF_OK, "{}", receive.error_text());
     assert_eq!(push.wait(LONG), KVF_OK, "{}", push.error_text());
@@ -331,11 +337,17 @@ fn a_receive_gets_what_is_pushed() {
     // The same with a full hit: nothing moves, both ends are told.
     let mut nothing = desc(8);
     nothing.groups[0].token_end = 8;
-    let (receive, bytes) = sink.agent.receive_begin(nothing, None).unwrap();
+    let receive = sink.agent.receive_begin(nothing, None).unwrap();
     assert_eq!(receive.poll(), KVF_OK);
     let push = source
         .agent
-        .push_begin(&back, &bytes, offer(5, &[3, 9], 8), LONG, None)
+        .push_begin(
+            &back,
+            receive.offer().unwrap(),
+            offer(5, &[3, 9], 8),
+            LONG,
+            None,
+        )
         .unwrap();
     assert_eq!(push.wait(LONG), KVF_OK, "{}", push.error_text());
 }
@@ -360,7 +372,7 @@ fn a_slot_is_busy_while_it_is_published_and_free_after() {
     second.release();
     assert_eq!(ended(&first), KVF_ERR_CANCELLED);
     assert_eq!(ended(&second), KVF_ERR_CANCELLED);
-    let (receive, _) = source.agent.receive_begin(receive(3), None).unwrap();
+    let receive = source.agent.receive_begin(receive(3), None).unwrap();
     let err = source.agent.publish(offer(3, &[3], 4)).unwrap_err();
     assert_eq!(err.status, KVF_ERR_SLOT_BUSY);
     receive.cancel();

@@ -133,6 +133,7 @@ impl Agent {
             users: 0,
             leaving: None,
             released: false,
+            forget: false,
         };
         state.pools.insert(id, entry);
         Ok(id)
@@ -176,6 +177,28 @@ impl Agent {
             Some(entry) if entry.released => Status::KVF_OK,
             Some(entry) if entry.leaving.is_some() => Status::KVF_IN_PROGRESS,
             Some(_) => Status::KVF_ERR_BUSY,
+        }
+    }
+
+    /// Takes a pool back for good: as [`Self::unregister_pool`] without a deadline, and the pool is
+    /// forgotten when it is released. `KVF_OK` = released now, `KVF_IN_PROGRESS` = still used.
+    pub fn discard_pool(&self, pool: u32, user_data: u64) -> Status {
+        let mut state = self.shared.lock();
+        match state.pools.get_mut(&pool) {
+            None => Status::KVF_OK,
+            Some(entry) if entry.released || entry.users == 0 => {
+                let entry = state.pools.remove(&pool);
+                drop(state);
+                if let Some(entry) = entry {
+                    entry.pool.close();
+                }
+                Status::KVF_OK
+            }
+            Some(entry) => {
+                entry.leaving = Some(user_data);
+                entry.forget = true;
+                Status::KVF_IN_PROGRESS
+            }
         }
     }
 
@@ -450,21 +473,16 @@ impl Agent {
         })
     }
 
-    /// Offers slots to a sender; returns the offer's bytes too. Never blocks.
+    /// Offers slots to a sender; [`Transfer::offer`] has the bytes for it. Never blocks.
     ///
     /// # Errors
     /// As for [`Self::import_begin`].
-    pub fn receive_begin(
-        &self,
-        desc: ReceiveDesc,
-        observer: Option<Observer>,
-    ) -> Result<(Transfer, Vec<u8>)> {
+    pub fn receive_begin(&self, desc: ReceiveDesc, observer: Option<Observer>) -> Result<Transfer> {
         let (cell, offer) = offer::receive(&self.shared, desc, observer)?;
-        let transfer = Transfer {
-            kind: TransferKind::Import(cell),
+        Ok(Transfer {
+            kind: TransferKind::Receive(cell, offer),
             agent: self.shared.clone(),
-        };
-        Ok((transfer, offer))
+        })
     }
 
     /// Answers an offer: the receiver fetches what it wants of these slots. Never blocks.
@@ -665,13 +683,15 @@ pub struct Transfer {
 #[derive(Debug)]
 enum TransferKind {
     Import(Arc<ImportCell>),
+    /// With its offer's bytes.
+    Receive(Arc<ImportCell>, Vec<u8>),
     Push(Arc<PublicationCell>),
 }
 
 impl Transfer {
     fn cell(&self) -> &cells::Cell {
         match &self.kind {
-            TransferKind::Import(import) => &import.cell,
+            TransferKind::Import(import) | TransferKind::Receive(import, _) => &import.cell,
             TransferKind::Push(push) => &push.cell,
         }
     }
@@ -699,7 +719,9 @@ impl Transfer {
     /// Asks for its end; idempotent. The outcome tells whether it came first.
     pub fn cancel(&self) {
         match &self.kind {
-            TransferKind::Import(import) => self.agent.send(Command::Cancel(import.cell.id)),
+            TransferKind::Import(import) | TransferKind::Receive(import, _) => {
+                self.agent.send(Command::Cancel(import.cell.id))
+            }
             TransferKind::Push(push) => {
                 let end = End::new(Status::KVF_ERR_CANCELLED, "cancelled by this side");
                 self.agent.send(Command::Withdraw(push.id, end));
@@ -722,7 +744,9 @@ impl Transfer {
             parts: Vec::new(),
         };
         match &self.kind {
-            TransferKind::Import(import) => import.describe(&mut info),
+            TransferKind::Import(import) | TransferKind::Receive(import, _) => {
+                import.describe(&mut info)
+            }
             TransferKind::Push(push) => push.describe(&mut info),
         }
         info
@@ -733,10 +757,20 @@ impl Transfer {
         self.cell().look().3
     }
 
+    /// The bytes that a sender needs to push into this receive; `None` for other transfers.
+    pub fn offer(&self) -> Option<&[u8]> {
+        match &self.kind {
+            TransferKind::Receive(_, offer) => Some(offer),
+            _ => None,
+        }
+    }
+
     /// The bytes that the publisher attached.
     pub fn aux(&self) -> Vec<u8> {
         match &self.kind {
-            TransferKind::Import(import) => lock(&import.aux).clone(),
+            TransferKind::Import(import) | TransferKind::Receive(import, _) => {
+                lock(&import.aux).clone()
+            }
             TransferKind::Push(_) => Vec::new(),
         }
     }

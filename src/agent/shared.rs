@@ -69,6 +69,8 @@ pub(super) struct PoolEntry {
     pub leaving: Option<u64>,
     /// "May be freed now" was said.
     pub released: bool,
+    /// Its handle is gone: drop the entry once it is released.
+    pub forget: bool,
 }
 
 /// The engine that this agent is a rank of.

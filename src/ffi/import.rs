@@ -10,10 +10,12 @@ use super::checks::{must_be_zero, no_stream, read_blob};
 use super::event::kvf_key;
 use super::handle::Object;
 use super::peer::kvf_peer;
-use super::publication::{kvf_published_group, kvf_published_state};
+use super::publication::{
+    kvf_published_group, kvf_published_state, read_published_groups, read_published_states,
+};
 use super::structs::{Out, abi_struct, read, read_array, read_plain, view};
 use super::transfer::kvf_transfer;
-use crate::agent::{ImportDesc, ImportGroup, ImportState};
+use crate::agent::{ImportDesc, ImportGroup, ImportState, PublishDesc, ReceiveDesc};
 use crate::bail;
 use crate::error::{Result, kvf_status};
 
@@ -170,11 +172,13 @@ pub struct kvf_import_desc {
     pub priority: i32,
     /// Must be 0.
     pub reserved: u32,
+    /// KVF_DIRECTION_PUSH: request and attempt. KVF_DIRECTION_PULL: 0, the ticket has them.
+    pub key: kvf_key,
 }
 abi_struct!(head kvf_import_desc {
     struct_size, abi_version, direction, peer, ticket, ticket_bytes, groups, groups_elem_size,
     num_groups, states, states_elem_size, num_states, owned_only, owned_only_elem_size,
-    num_owned_only, stream, deadline_ns, prefix_tag, user_data, priority, reserved,
+    num_owned_only, stream, deadline_ns, prefix_tag, user_data, priority, reserved, key,
 });
 
 /// Slots that the destination opens for a push.
@@ -317,10 +321,10 @@ pub unsafe extern "C" fn kvf_pull_begin(
         let group = ImportGroup {
             group: desc.group,
             slots,
+            first_ordinal: desc.first_ordinal,
             skip_token: desc.skip_token,
             token_end: desc.token_end,
         };
-        from_zero(desc.first_ordinal, "desc")?;
         wants_tokens(&group, "desc")?;
         let import = ImportDesc {
             ticket,
@@ -348,7 +352,7 @@ pub unsafe extern "C" fn kvf_pull_begin(
 /// @param      agent     The agent.
 /// @param[in]  desc      Start from KVF_IMPORT_DESC_INIT. Nothing of it is kept.
 /// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return As kvf_pull_begin(); KVF_ERR_UNSUPPORTED also for KVF_DIRECTION_PUSH;
+/// @return As kvf_pull_begin(); with KVF_DIRECTION_PUSH as kvf_receive_begin();
 ///         KVF_ERR_DUPLICATE also for an owned-only slot that is to be written.
 ///
 /// # Safety
@@ -369,24 +373,97 @@ pub unsafe extern "C" fn kvf_import_begin(
         let out = unsafe { Out::new(transfer, "transfer") }?;
         must_be_zero(desc.reserved, "desc.reserved")?;
         no_stream(desc.stream, "desc.stream")?;
-        match desc.direction {
-            KVF_DIRECTION_PULL => {}
-            KVF_DIRECTION_PUSH => bail!(
-                KVF_ERR_UNSUPPORTED,
-                "desc.direction is KVF_DIRECTION_PUSH, which is not served yet; pull"
-            ),
+        // SAFETY: the caller's contract.
+        let (groups, states, owned_only) = unsafe {
+            (
+                read_import_groups(desc.groups, desc.num_groups, desc.groups_elem_size)?,
+                read_import_states(desc.states, desc.num_states, desc.states_elem_size)?,
+                read_owned_only(
+                    desc.owned_only,
+                    desc.num_owned_only,
+                    desc.owned_only_elem_size,
+                )?,
+            )
+        };
+        let deadline = Duration::from_nanos(desc.deadline_ns);
+        let core = match desc.direction {
+            KVF_DIRECTION_PULL => {
+                // SAFETY: the caller's contract.
+                let peer = unsafe { view(desc.peer, "desc.peer") }?.0.enter("peer")?;
+                peer.must_belong_to(&agent, "desc.peer")?;
+                let import = ImportDesc {
+                    // SAFETY: the caller's contract.
+                    ticket: unsafe { read_blob(desc.ticket, desc.ticket_bytes, "desc.ticket") }?,
+                    groups,
+                    states,
+                    owned_only,
+                    deadline,
+                    priority: desc.priority,
+                    prefix_tag: desc.prefix_tag,
+                    user_data: desc.user_data,
+                };
+                agent.core.import_begin(&peer, import)?
+            }
+            KVF_DIRECTION_PUSH => {
+                if desc.ticket_bytes != 0 {
+                    bail!(
+                        KVF_ERR_INVALID_ARGUMENT,
+                        "desc.ticket_bytes is {} in a push: the sender has no ticket to give",
+                        desc.ticket_bytes
+                    );
+                }
+                let receive = ReceiveDesc {
+                    key: desc.key.read("desc.key")?,
+                    groups,
+                    states,
+                    owned_only,
+                    deadline,
+                    priority: desc.priority,
+                    prefix_tag: desc.prefix_tag,
+                    user_data: desc.user_data,
+                };
+                agent.core.receive_begin(receive, None)?
+            }
             unknown => bail!(
                 KVF_ERR_INVALID_ARGUMENT,
                 "desc.direction {unknown} is unknown"
             ),
-        }
+        };
+        out.set_handle(kvf_transfer(Object::child(&agent, core)));
+        Ok(())
+    })
+}
+
+/// Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. The
+/// sender skips exactly what is skipped here; a receive of nothing is born complete. Never blocks.
+///
+/// @param      agent     The agent.
+/// @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
+/// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
+/// @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
+///         changed then; KVF_ERR_UNSUPPORTED for a stream.
+///
+/// # Safety
+/// @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
+/// what they say, @p transfer be writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_receive_begin(
+    agent: *mut kvf_agent,
+    desc: *const kvf_receive_desc,
+    transfer: *mut *mut kvf_transfer,
+) -> kvf_status {
+    guard(|| {
         // SAFETY: the caller's contract.
-        let peer = unsafe { view(desc.peer, "desc.peer") }?.0.enter("peer")?;
-        peer.must_belong_to(&agent, "desc.peer")?;
+        let agent = unsafe { view(agent, "agent") }?.0.enter("agent")?;
         // SAFETY: the caller's contract.
-        let import = unsafe {
-            ImportDesc {
-                ticket: read_blob(desc.ticket, desc.ticket_bytes, "desc.ticket")?,
+        let desc = unsafe { read(desc, "desc") }?;
+        // SAFETY: the caller's contract.
+        let out = unsafe { Out::new(transfer, "transfer") }?;
+        no_stream(desc.stream, "desc.stream")?;
+        // SAFETY: the caller's contract.
+        let receive = unsafe {
+            ReceiveDesc {
+                key: desc.key.read("desc.key")?,
                 groups: read_import_groups(desc.groups, desc.num_groups, desc.groups_elem_size)?,
                 states: read_import_states(desc.states, desc.num_states, desc.states_elem_size)?,
                 owned_only: read_owned_only(
@@ -400,52 +477,21 @@ pub unsafe extern "C" fn kvf_import_begin(
                 user_data: desc.user_data,
             }
         };
-        let core = agent.core.import_begin(&peer, import)?;
+        let core = agent.core.receive_begin(receive, None)?;
         out.set_handle(kvf_transfer(Object::child(&agent, core)));
         Ok(())
     })
 }
 
-/// Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. Not
-/// served yet.
-///
-/// @param      agent     The agent.
-/// @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
-/// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return KVF_ERR_UNSUPPORTED, after the arguments' errors.
-///
-/// # Safety
-/// @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
-/// what they say, @p transfer be writable.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_receive_begin(
-    agent: *mut kvf_agent,
-    desc: *const kvf_receive_desc,
-    transfer: *mut *mut kvf_transfer,
-) -> kvf_status {
-    guard::<()>(|| {
-        // SAFETY: the caller's contract.
-        let _agent = unsafe { view(agent, "agent") }?.0.enter("agent")?;
-        // SAFETY: the caller's contract.
-        let desc = unsafe { read(desc, "desc") }?;
-        // SAFETY: the caller's contract.
-        let _out = unsafe { Out::new(transfer, "transfer") }?;
-        no_stream(desc.stream, "desc.stream")?;
-        desc.key.read("desc.key")?;
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "push is not served yet; publish at the source and pull"
-        )
-    })
-}
-
 /// Begins to write into slots that the destination opened. Mirrors Megatron-LM's
-/// `begin_push_blocks`. Not served yet.
+/// `begin_push_blocks`. The destination's kvferry fetches the bytes, so that no process writes
+/// another one's memory. Never blocks.
 ///
 /// @param      agent     The agent.
 /// @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
 /// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return KVF_ERR_UNSUPPORTED, after the arguments' errors.
+/// @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
+///         changed then; KVF_ERR_UNSUPPORTED for a stream.
 ///
 /// # Safety
 /// @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
@@ -456,35 +502,44 @@ pub unsafe extern "C" fn kvf_push_begin(
     desc: *const kvf_push_desc,
     transfer: *mut *mut kvf_transfer,
 ) -> kvf_status {
-    guard::<()>(|| {
+    guard(|| {
         // SAFETY: the caller's contract.
         let agent = unsafe { view(agent, "agent") }?.0.enter("agent")?;
         // SAFETY: the caller's contract.
         let desc = unsafe { read(desc, "desc") }?;
         // SAFETY: the caller's contract.
-        let _out = unsafe { Out::new(transfer, "transfer") }?;
+        let out = unsafe { Out::new(transfer, "transfer") }?;
         no_stream(desc.stream, "desc.stream")?;
         // SAFETY: the caller's contract.
         let peer = unsafe { view(desc.peer, "desc.peer") }?.0.enter("peer")?;
         peer.must_belong_to(&agent, "desc.peer")?;
         // SAFETY: the caller's contract.
-        unsafe { read_blob(desc.offer, desc.offer_bytes, "desc.offer") }?;
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "push is not served yet; publish here and let the destination pull"
-        )
+        let (offer, push) = unsafe {
+            (
+                read_blob(desc.offer, desc.offer_bytes, "desc.offer")?,
+                PublishDesc {
+                    groups: read_published_groups(
+                        desc.groups,
+                        desc.num_groups,
+                        desc.groups_elem_size,
+                    )?,
+                    states: read_published_states(
+                        desc.states,
+                        desc.num_states,
+                        desc.states_elem_size,
+                    )?,
+                    aux: read_plain(desc.aux.cast::<u8>(), desc.aux_bytes, "desc.aux")?,
+                    prefix_tag: desc.prefix_tag,
+                    user_data: desc.user_data,
+                    ..PublishDesc::default()
+                },
+            )
+        };
+        let deadline = Duration::from_nanos(desc.deadline_ns);
+        let core = agent.core.push_begin(&peer, &offer, push, deadline, None)?;
+        out.set_handle(kvf_transfer(Object::child(&agent, core)));
+        Ok(())
     })
-}
-
-/// Refuses a table that starts later, which the core does not take yet.
-pub(crate) fn from_zero(first_ordinal: u64, place: &str) -> Result<()> {
-    if first_ordinal != 0 {
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "{place}.first_ordinal is {first_ordinal}, only 0 is served yet"
-        );
-    }
-    Ok(())
 }
 
 /// Refuses a group that names blocks and, by a forgotten field, no token: it would succeed
@@ -520,17 +575,16 @@ pub(crate) unsafe fn read_import_groups(
         .map(|(i, group)| {
             let place = format!("desc.groups[{i}]");
             must_be_zero(group.reserved, &format!("{place}.reserved"))?;
-            let first_ordinal = group.first_ordinal;
             let group = ImportGroup {
                 group: group.group,
                 // SAFETY: the caller's contract.
                 slots: unsafe {
                     read_plain(group.slots, group.num_slots, &format!("{place}.slots"))
                 }?,
+                first_ordinal: group.first_ordinal,
                 skip_token: group.skip_token,
                 token_end: group.token_end,
             };
-            from_zero(first_ordinal, &place)?;
             wants_tokens(&group, &place)?;
             Ok(group)
         })

@@ -333,13 +333,7 @@ pub unsafe extern "C" fn kvf_pool_destroy(pool: *mut kvf_pool) -> kvf_status {
         let Some(agent) = agent.filter(|agent| !agent.ended()) else {
             return Ok(Status::KVF_OK); // kvf_agent_destroy() has told what is still in use
         };
-        if agent.core.pool_status(pool.id) == Status::KVF_OK {
-            return Ok(Status::KVF_OK);
-        }
-        agent
-            .core
-            .unregister_pool(pool.id, Duration::ZERO, pool.user_data)?;
-        Ok(agent.core.pool_status(pool.id))
+        Ok(agent.core.discard_pool(pool.id, pool.user_data))
     };
     // SAFETY: the caller's contract.
     unsafe { destroy(pool, |handle| handle.0, end) }

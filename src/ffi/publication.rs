@@ -452,10 +452,10 @@ pub(crate) unsafe fn read_published_groups(
                     slots.len()
                 );
             }
-            super::import::from_zero(group.first_ordinal, &place)?;
             Ok(PublishedGroup {
                 group: group.group,
                 slots,
+                first_ordinal: group.first_ordinal,
                 token_begin: group.token_begin,
                 token_end: group.token_end,
             })

@@ -264,14 +264,13 @@ pub unsafe extern "C" fn kvf_transfer_aux(
     })
 }
 
-/// Gives the offer of a receive: the bytes that the sender's kvf_push_begin() needs. Not served
-/// yet.
+/// Gives the offer of a receive: the bytes that the sender's kvf_push_begin() needs.
 ///
 /// @param      transfer  A transfer of kvf_receive_begin().
 /// @param[out] buf       Receives the bytes; may be NULL when @p cap is 0.
 /// @param      cap       Size of @p buf in bytes; 0 only asks for the size.
 /// @param[out] needed    Receives the size, also when @p buf is too small; may be NULL.
-/// @return KVF_ERR_UNSUPPORTED.
+/// @return KVF_OK; KVF_ERR_OUT_OF_RANGE if @p buf is too small; KVF_ERR_STATE for another transfer.
 ///
 /// # Safety
 /// @p transfer must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
@@ -282,14 +281,17 @@ pub unsafe extern "C" fn kvf_transfer_offer(
     cap: usize,
     needed: *mut usize,
 ) -> kvf_status {
-    guard::<()>(|| {
+    guard(|| {
         // SAFETY: the caller's contract.
-        let _transfer = unsafe { view(transfer, "transfer") }?.0.enter("transfer")?;
-        let _ = (buf, cap, needed);
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "push is not served yet, so no transfer has an offer"
-        )
+        let transfer = unsafe { view(transfer, "transfer") }?.0.enter("transfer")?;
+        let Some(offer) = transfer.offer() else {
+            bail!(
+                KVF_ERR_STATE,
+                "this transfer is no receive: only kvf_receive_begin() makes an offer"
+            );
+        };
+        // SAFETY: the caller's contract.
+        unsafe { put_bytes(buf.cast(), cap, needed, offer, "buf") }
     })
 }
 
