@@ -80,6 +80,7 @@ impl AsRef<Agent> for Owner {
     }
 }
 
+/// cbindgen:ignore
 type Core = Transceiver<AgentPort<Owner>>;
 
 /// A rank's request-level bookkeeping. Any thread may use it, several at once.
