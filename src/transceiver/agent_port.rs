@@ -35,7 +35,10 @@ impl<A: AsRef<Agent> + Send + Sync + 'static> Port for AgentPort<A> {
 
     fn publish(&self, desc: PublishDesc, notify: Notify) -> Result<Arc<dyn Operation>> {
         let watch = Watch::new(notify);
-        let publication = self.0.as_ref().publish_observed(desc, Some(watch.observer()))?;
+        let publication = self
+            .0
+            .as_ref()
+            .publish_observed(desc, Some(watch.observer()))?;
         Ok(watch.begun(publication))
     }
 
