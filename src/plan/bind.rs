@@ -311,15 +311,15 @@ fn check_ids(slots: &[i32], limit: u32) -> Result<()> {
                 "entry {i} of the table is slot {slot}; the view has {limit}"
             );
         }
-        let (word, bit) = ((id / 64) as usize, 1u64 << (id % 64));
-        if seen[word] & bit != 0 {
+        let (word, bit) = (&mut seen[(id / 64) as usize], 1u64 << (id % 64));
+        if *word & bit != 0 {
             let first = slots.iter().position(|s| s == slot).unwrap_or(i);
             bail!(
                 KVF_ERR_DUPLICATE,
                 "entries {first} and {i} of the table are both slot {slot}"
             );
         }
-        seen[word] |= bit;
+        *word |= bit;
     }
     Ok(())
 }
@@ -394,6 +394,9 @@ struct Walk<'a> {
 impl Walk<'_> {
     /// Walks fine blocks `[begin, end)`; returns how many both own.
     fn run(&mut self, m: &Meeting, begin: u64, end: u64) -> Result<u64> {
+        if m.period == 1 {
+            return self.run_equal(begin, end);
+        }
         let (src_step, dst_step) = m.entries_per_period();
         let mut blocks = 0;
         for period in begin / m.period..end.div_ceil(m.period) {
@@ -410,6 +413,41 @@ impl Walk<'_> {
             }
         }
         Ok(blocks)
+    }
+
+    /// The common case: equal blocks, and both sides own all of them.
+    fn run_equal(&mut self, begin: u64, end: u64) -> Result<u64> {
+        let of = |t: &Table<'_>| (begin - t.before) as usize..(end - t.before) as usize;
+        let src = &self.src.slots[of(&self.src)];
+        let dst = &self.dst.slots[of(&self.dst)];
+        let breaks = |w: &[i32]| w[1] != w[0].wrapping_add(1);
+        let joints = src.windows(2).zip(dst.windows(2));
+        let segments = 1 + joints.filter(|(s, d)| breaks(s) | breaks(d)).count();
+        self.segments.reserve_exact(segments);
+        let mut next = (0, 0); // slots that continue the last segment
+        for (i, (s, d)) in src.iter().zip(dst).enumerate() {
+            if *s < 0 {
+                return Err(self.src.hole(begin - self.src.before + i as u64, "source"));
+            }
+            if *d < 0 {
+                return Err(self
+                    .dst
+                    .hole(begin - self.dst.before + i as u64, "destination"));
+            }
+            let (coarse, fine) = (*d as u32, *s as u32);
+            match self.segments.last_mut() {
+                Some(last) if next == (coarse, fine) => last.count += 1,
+                _ => self.segments.push(Segment {
+                    coarse,
+                    fine,
+                    sub: 0,
+                    len: 1,
+                    count: 1,
+                }),
+            }
+            next = (coarse + 1, fine + 1);
+        }
+        Ok(end - begin)
     }
 
     /// Adds one fine block: table entries and its place in the coarser block.
