@@ -134,6 +134,12 @@ impl Fake {
         op.expect("the request was given to the agent").clone()
     }
 
+    /// The operation begun last.
+    pub fn last(&self) -> Arc<FakeOp> {
+        let ops = self.ops.lock().unwrap();
+        ops.last().expect("something was begun").clone()
+    }
+
     pub fn begun(&self) -> usize {
         self.ops.lock().unwrap().len()
     }

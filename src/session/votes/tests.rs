@@ -174,13 +174,11 @@ fn a_request_that_could_not_start_is_forgotten_unless_others_voted() {
 
 #[test]
 fn a_gap_applies_nothing_and_a_repetition_is_harmless() {
-    let entries = vec![
-        Entry {
-            key: key(1),
-            decision: Decision::Succeeded,
-        };
-        3
-    ];
+    let entry = Entry {
+        key: key(1),
+        decision: Decision::Succeeded,
+    };
+    let entries = [entry; 3];
     let mut f = Follower::default();
     let batch = |from, n: usize| Batch {
         from,
