@@ -2139,8 +2139,8 @@ KVF_NOEXCEPT;
  *
  * @param agent       The agent, or NULL.
  * @param timeout_ns  Longest wait for running copies and threads, in ns; 0 = none.
- * @return KVF_OK when no memory of the caller can be written any more; otherwise an error whose
- *         text lists the slots that are still in quarantine.
+ * @return KVF_OK: no memory of the caller is touched any more; KVF_ERR_DEADLINE: a thread was
+ *         still busy and was left behind, slots of running transfers must not be reused.
  *
  * # Safety
  * @p agent must be live or NULL, and no other call on it may be running or follow.
@@ -2254,7 +2254,8 @@ KVF_NOEXCEPT;
  * @param[out] engine  Receives the engine; end it with kvf_engine_destroy().
  * @return KVF_OK; KVF_ERR_STATE before the layout or the second time; KVF_ERR_GROUP_LOST when
  *         `exchange` failed; KVF_ERR_INCOMPATIBLE when a part of the model is missing or the
- *         ranks contradict each other; KVF_ERR_PROTOCOL for metadata that is none.
+ *         ranks contradict each other; KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata and
+ *         when this agent's own is not among them; KVF_ERR_DUPLICATE for a rank given twice.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
@@ -2444,8 +2445,8 @@ kvf_status kvf_layout_destroy(struct kvf_layout *layout) KVF_NOEXCEPT;
  *
  * @param     agent   The agent.
  * @param[in] layout  A layout over pools of this agent. Copied.
- * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT or KVF_ERR_OUT_OF_RANGE with group, view, layer and
- *         numbers in kvf_last_error(); KVF_ERR_STATE when a layout was set before.
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_DUPLICATE or KVF_ERR_OUT_OF_RANGE with group,
+ *         view, layer and numbers in kvf_last_error(); KVF_ERR_STATE when a layout was set before.
  *
  * # Safety
  * @p agent and @p layout must be live.
@@ -2466,8 +2467,9 @@ KVF_NOEXCEPT;
  * @param      user_data        Returned in the peer's events.
  * @param[out] peer             Receives the peer; end it with kvf_peer_destroy().
  * @return KVF_OK; KVF_ERR_INCOMPATIBLE with the field and both values when the caches do not fit,
- *         before any data moves; KVF_ERR_STATE before kvf_engine_create(); KVF_ERR_PROTOCOL for
- *         bytes that are no metadata; KVF_ERR_DUPLICATE when it was added before.
+ *         before any data moves; KVF_ERR_STATE before kvf_engine_create();
+ *         KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata and for this agent's own engine;
+ *         KVF_ERR_ABI_MISMATCH for metadata of another major version.
  *
  * # Safety
  * @p agent must be live, @p engine_metadata point to @p metadata_bytes readable bytes, @p peer be
@@ -2785,7 +2787,8 @@ kvf_status kvf_publication_release(struct kvf_publication *publication) KVF_NOEX
 
 /**
  * Ends a publication's handle. The offer itself stays until its readers have finished or its
- * lease ends, and its event still comes: call kvf_publication_release() before to take it back.
+ * lease ends, but nobody is told any more: its events are withdrawn. To take the offer back, or
+ * to know when its slots may be reused, release it and wait before.
  *
  * @param publication  The publication, or NULL.
  * @return KVF_OK.
@@ -3438,7 +3441,7 @@ kvf_status kvf_transfer_stream_wait(struct kvf_transfer *transfer, void *stream)
 
 /**
  * Ends a transfer's handle. A running transfer is cancelled and detached: its slots stay in
- * kvf_agent_quarantine() until they are safe.
+ * kvf_agent_quarantine() until they are safe. Its events that were not taken yet are withdrawn.
  *
  * @param transfer  The transfer, or NULL.
  * @return KVF_OK.

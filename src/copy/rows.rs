@@ -70,26 +70,6 @@ impl Row {
     pub fn bytes(&self) -> usize {
         self.run.saturating_mul(self.count)
     }
-
-    /// The part from the run `skip` on; empty beyond the end.
-    #[inline(always)]
-    pub fn tail(&self, skip: usize) -> Row {
-        Row {
-            src: self.src.wrapping_add(skip.wrapping_mul(self.src_stride)),
-            dst: self.dst.wrapping_add(skip.wrapping_mul(self.dst_stride)),
-            count: self.count.saturating_sub(skip),
-            ..*self
-        }
-    }
-
-    /// The first `count` runs at most.
-    #[inline(always)]
-    pub fn head(&self, count: usize) -> Row {
-        Row {
-            count: self.count.min(count),
-            ..*self
-        }
-    }
 }
 
 /// The rows of one strided copy, in order; none of them is empty.

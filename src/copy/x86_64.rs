@@ -151,6 +151,28 @@ pub(super) fn fence() {
     unsafe { _mm_sfence() }
 }
 
+impl Row {
+    /// The part from the run `skip` on; empty beyond the end.
+    #[inline(always)]
+    fn tail(&self, skip: usize) -> Row {
+        Row {
+            src: self.src.wrapping_add(skip.wrapping_mul(self.src_stride)),
+            dst: self.dst.wrapping_add(skip.wrapping_mul(self.dst_stride)),
+            count: self.count.saturating_sub(skip),
+            ..*self
+        }
+    }
+
+    /// The first `count` runs at most.
+    #[inline(always)]
+    fn head(&self, count: usize) -> Row {
+        Row {
+            count: self.count.min(count),
+            ..*self
+        }
+    }
+}
+
 /// Copies `row`; prefetches up to [`LEAD`] bytes ahead, into `next` where the row ends.
 ///
 /// # Safety

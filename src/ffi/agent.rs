@@ -176,8 +176,8 @@ impl kvf_agent_config {
 ///
 /// @param agent       The agent, or NULL.
 /// @param timeout_ns  Longest wait for running copies and threads, in ns; 0 = none.
-/// @return KVF_OK when no memory of the caller can be written any more; otherwise an error whose
-///         text lists the slots that are still in quarantine.
+/// @return KVF_OK: no memory of the caller is touched any more; KVF_ERR_DEADLINE: a thread was
+///         still busy and was left behind, slots of running transfers must not be reused.
 ///
 /// # Safety
 /// @p agent must be live or NULL, and no other call on it may be running or follow.

@@ -509,6 +509,13 @@ pub unsafe extern "C" fn kvf_push_begin(
         let desc = unsafe { read(desc, "desc") }?;
         // SAFETY: the caller's contract.
         let out = unsafe { Out::new(transfer, "transfer") }?;
+        if desc.priority != 0 {
+            bail!(
+                KVF_ERR_UNSUPPORTED,
+                "desc.priority is {}: the destination's decides, a push has none yet",
+                desc.priority
+            );
+        }
         no_stream(desc.stream, "desc.stream")?;
         // SAFETY: the caller's contract.
         let peer = unsafe { view(desc.peer, "desc.peer") }?.0.enter("peer")?;

@@ -42,6 +42,8 @@ impl InprocPath {
     /// Keeps the source's pools open for one piece.
     fn enter(&self, batch: &[Pattern]) -> Result<Vec<RwLockReadGuard<'_, bool>>> {
         let mut ids: Vec<u32> = batch.iter().map(|p| p.src_pool).collect();
+        // A pool may be entered once: a second guard of one thread could wait behind `close`.
+        ids.sort_unstable();
         ids.dedup();
         let pools = ids.iter().filter_map(|id| self.pools.get(id));
         pools
