@@ -3137,6 +3137,66 @@ kvf_status kvf_transceiver_check_gen_transfer_complete(const struct kvf_transcei
 KVF_NOEXCEPT;
 
 /**
+ * Tells what became of a request, while it is in flight and for the last `records` ended ones.
+ *
+ * @param         transceiver  The transceiver.
+ * @param         key          The request; the generation side's if both have it.
+ * @param[in,out] record       Start from KVF_REQUEST_RECORD_INIT; written up to
+ *                             `record->struct_size`.
+ * @return KVF_OK; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p record point to `record->struct_size` writable bytes.
+ */
+kvf_status kvf_transceiver_record(const struct kvf_transceiver *transceiver,
+                                  struct kvf_key key,
+                                  struct kvf_request_record *record)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the bytes that the publisher attached to a request (first tokens, draft tokens).
+ *
+ * @param      transceiver  The transceiver.
+ * @param      key          The request.
+ * @param[out] buf          Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_aux(const struct kvf_transceiver *transceiver,
+                               struct kvf_key key,
+                               void *buf,
+                               size_t cap,
+                               size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Gives what went wrong with a request, for people; empty if nothing did.
+ *
+ * @param      transceiver  The transceiver.
+ * @param      key          The request.
+ * @param[out] buf          Receives the text, cut to @p cap bytes with its NUL; may be NULL when
+ *                          @p cap is 0.
+ * @param      cap          Size of @p buf in bytes.
+ * @param[out] needed       Receives the whole size with the NUL; may be NULL.
+ * @return KVF_OK; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_error_text(const struct kvf_transceiver *transceiver,
+                                      struct kvf_key key,
+                                      char *buf,
+                                      size_t cap,
+                                      size_t *needed)
+KVF_NOEXCEPT;
+
+/**
  * Reports context requests that have ended, and memory that became safe.
  *
  * Waits until @p at_least requests have ended (failed and cancelled ones count), clamped to what
@@ -3246,66 +3306,6 @@ kvf_status kvf_transceiver_apply(struct kvf_transceiver *transceiver,
                                  size_t cap,
                                  size_t *n,
                                  uint32_t *more)
-KVF_NOEXCEPT;
-
-/**
- * Tells what became of a request, while it is in flight and for the last `records` ended ones.
- *
- * @param         transceiver  The transceiver.
- * @param         key          The request; the generation side's if both have it.
- * @param[in,out] record       Start from KVF_REQUEST_RECORD_INIT; written up to
- *                             `record->struct_size`.
- * @return KVF_OK; KVF_ERR_NOT_FOUND.
- *
- * # Safety
- * @p transceiver must be live, @p record point to `record->struct_size` writable bytes.
- */
-kvf_status kvf_transceiver_record(const struct kvf_transceiver *transceiver,
-                                  struct kvf_key key,
-                                  struct kvf_request_record *record)
-KVF_NOEXCEPT;
-
-/**
- * Gives the bytes that the publisher attached to a request (first tokens, draft tokens).
- *
- * @param      transceiver  The transceiver.
- * @param      key          The request.
- * @param[out] buf          Receives the bytes; may be NULL when @p cap is 0.
- * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
- * @param[out] needed       Receives the size, also when @p buf is too small; may be NULL.
- * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small; KVF_ERR_NOT_FOUND.
- *
- * # Safety
- * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
- * writable.
- */
-kvf_status kvf_transceiver_aux(const struct kvf_transceiver *transceiver,
-                               struct kvf_key key,
-                               void *buf,
-                               size_t cap,
-                               size_t *needed)
-KVF_NOEXCEPT;
-
-/**
- * Gives what went wrong with a request, for people; empty if nothing did.
- *
- * @param      transceiver  The transceiver.
- * @param      key          The request.
- * @param[out] buf          Receives the text, cut to @p cap bytes with its NUL; may be NULL when
- *                          @p cap is 0.
- * @param      cap          Size of @p buf in bytes.
- * @param[out] needed       Receives the whole size with the NUL; may be NULL.
- * @return KVF_OK; KVF_ERR_NOT_FOUND.
- *
- * # Safety
- * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
- * writable.
- */
-kvf_status kvf_transceiver_error_text(const struct kvf_transceiver *transceiver,
-                                      struct kvf_key key,
-                                      char *buf,
-                                      size_t cap,
-                                      size_t *needed)
 KVF_NOEXCEPT;
 
 /**

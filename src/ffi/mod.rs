@@ -29,6 +29,8 @@ mod status;
 pub(crate) mod structs;
 mod testing;
 mod transceiver;
+mod transceiver_config;
+mod transceiver_status;
 mod transfer;
 mod version;
 
@@ -47,5 +49,7 @@ pub use status::*;
 #[cfg(feature = "testing")]
 pub use testing::*;
 pub use transceiver::*;
+pub use transceiver_config::*;
+pub use transceiver_status::*;
 pub use transfer::*;
 pub use version::*;

@@ -6,26 +6,23 @@ use std::time::Duration;
 
 use super::agent::kvf_agent;
 use super::boundary::guard;
-use super::checks::{give_text, must_be_zero, name_field, nanos_or, no_stream, read_blob};
+use super::checks::{give_text, must_be_zero, name_field, no_stream, read_blob};
 use super::engine::kvf_engine;
 use super::event::kvf_key;
 use super::handle::{Object, Shared, Use, destroy};
 use super::import::{
-    KVF_DIRECTION_PULL, KVF_DIRECTION_PUSH, kvf_import_group, kvf_import_state, kvf_slot_ref,
-    read_import_groups, read_import_states, read_owned_only,
+    kvf_import_group, kvf_import_state, kvf_slot_ref, read_import_groups, read_import_states,
+    read_owned_only,
 };
 use super::peer::kvf_peer;
 use super::publication::kvf_publish_desc;
-use super::structs::{
-    Out, OutArray, abi_struct, check_head, put_bytes, read, read_plain, view, write_result,
-};
+use super::structs::{Out, OutArray, abi_struct, check_head, put_bytes, read, view, write_result};
+use super::transceiver_config::kvf_transceiver_config;
 use crate::agent::{Agent, ImportDesc, Peer};
 use crate::bail;
 use crate::error::{Error, Result, Status, kvf_status};
-use crate::observe::marks::InCallback;
 use crate::transceiver::{
-    AgentPort, Cancel, Checked, Config, Consensus, Direction, Group, ReceiveRequest, Record,
-    RequestResult, ResultKind, Side, Transceiver, framed,
+    AgentPort, Cancel, Group, ReceiveRequest, Record, RequestResult, ResultKind, Side, Transceiver,
 };
 
 /// As `at_least`: all requests that are in flight.
@@ -72,7 +69,7 @@ const _: () = {
 };
 
 /// The agent under a transceiver.
-struct Owner(Arc<Shared>);
+pub(super) struct Owner(Arc<Shared>);
 
 impl AsRef<Agent> for Owner {
     fn as_ref(&self) -> &Agent {
@@ -81,91 +78,10 @@ impl AsRef<Agent> for Owner {
 }
 
 /// cbindgen:ignore
-type Core = Transceiver<AgentPort<Owner>>;
+pub(super) type Core = Transceiver<AgentPort<Owner>>;
 
 /// A rank's request-level bookkeeping. Any thread may use it, several at once.
 pub struct kvf_transceiver(Object<Core>);
-
-/// All-gather inside a group of a domain's ranks, as MPI_Allgather on bytes.
-///
-/// Called only on the thread that is inside a status call, with the same @p bytes on all members
-/// of the group; once per group and call, rarely twice. It may block; how long is the caller's
-/// choice. It must not throw (declare it `noexcept` in C++) and must not call kvferry
-/// (KVF_ERR_REENTRANT).
-///
-/// @param      arg    `exchange_arg` of the configuration.
-/// @param      group  KVF_EXCHANGE_TENSOR or KVF_EXCHANGE_PIPELINE.
-/// @param[in]  mine   This rank's contribution, @p bytes long.
-/// @param[out] all    Receives members * @p bytes: the contributions in the same order on every
-///                    member, this rank's included.
-/// @param      bytes  Length of one contribution.
-/// @return 0 when @p all is filled; anything else fails the status call, which has then committed
-///         nothing.
-pub type kvf_group_exchange_fn = Option<
-    unsafe extern "C" fn(
-        arg: *mut c_void,
-        group: u32,
-        mine: *const c_void,
-        all: *mut c_void,
-        bytes: usize,
-    ) -> i32,
->;
-
-/// Parameters of a transceiver.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct kvf_transceiver_config {
-    /// `sizeof(kvf_transceiver_config)`.
-    pub struct_size: usize,
-    /// KVF_ABI_VERSION.
-    pub abi_version: u32,
-    /// KVF_DIRECTION_*; KVF_DIRECTION_PUSH is KVF_ERR_UNSUPPORTED for now.
-    pub direction: u32,
-    /// Longest wait of a context status call with KVF_TIMEOUT_CONFIGURED, in ns; 0 = 1 s.
-    pub context_poll_ns: u64,
-    /// The same for a generation status call; 0 = 5 s.
-    pub generation_poll_ns: u64,
-    /// For a receive, from its call to its end, where its request names no deadline, in ns; 0 =
-    /// 60 s.
-    pub transfer_ns: u64,
-    /// How long a cancel for a key that is not known yet waits for it, in ns; 0 = 60 s.
-    pub cancel_memory_ns: u64,
-    /// KVF_CONSENSUS_*.
-    pub consensus: u32,
-    /// Ranks in the scheduling domain (tp x pp x cp inside one dp index); 0 = 1.
-    pub world: u32,
-    /// This rank inside the domain; rank 0 leads.
-    pub rank: u32,
-    /// KVF_CONSENSUS_COLLECTIVE: members of this rank's tensor group; 0 = 1.
-    pub tensor_ranks: u32,
-    /// Names the domain; equal on all its ranks.
-    pub domain: u64,
-    /// KVF_CONSENSUS_VOTES: a context request is decided at the latest this long after the first
-    /// rank knows it, in ns; 0 = 390 s (claim, lease and transfer).
-    pub context_limit_ns: u64,
-    /// The same for a generation request; 0 = 65 s.
-    pub generation_limit_ns: u64,
-    /// KVF_CONSENSUS_COLLECTIVE: members of this rank's pipeline group; 0 = 1.
-    pub pipeline_ranks: u32,
-    /// KVF_CONSENSUS_COLLECTIVE: 1 = all ranks have agreed to pass equal `at_least` and
-    /// `timeout_ns`, so that a status call may wait for this rank's own requests before it
-    /// exchanges; 0 = it exchanges at once.
-    pub wait_before_exchange: u32,
-    /// KVF_CONSENSUS_COLLECTIVE: the exchange; otherwise NULL.
-    pub exchange: kvf_group_exchange_fn,
-    /// First argument of `exchange`.
-    pub exchange_arg: *mut c_void,
-    /// Ended requests whose record is kept; 0 = 1024.
-    pub records: u32,
-    /// Must be 0.
-    pub reserved: u32,
-}
-abi_struct!(head kvf_transceiver_config {
-    struct_size, abi_version, direction, context_poll_ns, generation_poll_ns, transfer_ns,
-    cancel_memory_ns, consensus, world, rank, tensor_ranks, domain, context_limit_ns,
-    generation_limit_ns, pipeline_ranks, wait_before_exchange, exchange, exchange_arg, records,
-    reserved,
-});
 
 /// What a generation request fetches, and into which slots.
 #[repr(C)]
@@ -701,157 +617,6 @@ pub unsafe extern "C" fn kvf_transceiver_check_gen_transfer_complete(
     })
 }
 
-/// Reports context requests that have ended, and memory that became safe.
-///
-/// Waits until @p at_least requests have ended (failed and cancelled ones count), clamped to what
-/// is in flight, at most @p timeout_ns in all. With nothing in flight it returns at once, whatever
-/// is asked for, in some nanoseconds. It is woken by what it waits for and by
-/// kvf_transceiver_interrupt(); new requests never wait behind it.
-///
-/// On a follower (KVF_CONSENSUS_VOTES) it never waits: decisions come by kvf_transceiver_apply().
-/// With KVF_CONSENSUS_COLLECTIVE it exchanges with the other ranks, which must all call it in the
-/// same iteration, and waits before that only if `wait_before_exchange` is set.
-///
-/// @param      transceiver     The transceiver.
-/// @param      at_least        0 = only take what has ended; KVF_WAIT_ALL = all in flight.
-/// @param      timeout_ns      Longest wait, in ns, or KVF_TIMEOUT_CONFIGURED.
-/// @param[out] results         Receives up to @p cap results; NULL when @p cap is 0.
-/// @param      elem_size       `sizeof(kvf_request_result)`.
-/// @param      cap             Elements in @p results.
-/// @param[out] n               Receives how many were written.
-/// @param[out] more            Receives 1 if results are waiting for the next call; may be NULL.
-/// @param[out] decision        Leader (KVF_CONSENSUS_VOTES, rank 0): receives the bytes that give
-///                             every follower the same results; otherwise NULL.
-/// @param      decision_cap    Its size: KVF_DECISION_HEAD_BYTES and KVF_DECISION_RESULT_BYTES for
-///                             each of @p cap; with less there are fewer results per call.
-/// @param[out] decision_bytes  Receives how many bytes there are; 0 = nothing to broadcast. NULL
-///                             where @p decision is.
-/// @return KVF_OK: as many as asked for, or all that were in flight; KVF_TIMED_OUT or
-///         KVF_INTERRUPTED: fewer, the rest goes on; KVF_ERR_OUT_OF_RANGE: @p decision cannot hold
-///         one result; KVF_ERR_GROUP_LOST, KVF_ERR_BUSY: the exchange failed, or another thread is
-///         in it; nothing was committed.
-///
-/// # Safety
-/// @p transceiver must be live, @p results point to @p cap elements of @p elem_size bytes, @p n be
-/// writable, @p more and @p decision_bytes be NULL or writable, @p decision point to @p
-/// decision_cap writable bytes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_transceiver_check_context_transfer_status(
-    transceiver: *mut kvf_transceiver,
-    at_least: u32,
-    timeout_ns: u64,
-    results: *mut kvf_request_result,
-    elem_size: usize,
-    cap: usize,
-    n: *mut usize,
-    more: *mut u32,
-    decision: *mut c_void,
-    decision_cap: usize,
-    decision_bytes: *mut usize,
-) -> kvf_status {
-    guard(|| {
-        // SAFETY: the caller's contract.
-        unsafe {
-            check(
-                transceiver,
-                Core::check_context_transfer_status,
-                (at_least, timeout_ns),
-                Answer::new(results, elem_size, cap, n, more)?,
-                Decision::new(decision, decision_cap, decision_bytes)?,
-            )
-        }
-    })
-}
-
-/// Reports generation requests: as kvf_transceiver_check_context_transfer_status().
-///
-/// @param      transceiver     The transceiver.
-/// @param      at_least        0 = only take what has ended; KVF_WAIT_ALL = all in flight.
-/// @param      timeout_ns      Longest wait, in ns, or KVF_TIMEOUT_CONFIGURED.
-/// @param[out] results         Receives up to @p cap results; NULL when @p cap is 0.
-/// @param      elem_size       `sizeof(kvf_request_result)`.
-/// @param      cap             Elements in @p results.
-/// @param[out] n               Receives how many were written.
-/// @param[out] more            Receives 1 if results are waiting for the next call; may be NULL.
-/// @param[out] decision        Leader: receives the bytes for the followers; otherwise NULL.
-/// @param      decision_cap    Its size.
-/// @param[out] decision_bytes  Receives how many bytes there are.
-/// @return As kvf_transceiver_check_context_transfer_status().
-///
-/// # Safety
-/// As kvf_transceiver_check_context_transfer_status().
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_transceiver_check_gen_transfer_status(
-    transceiver: *mut kvf_transceiver,
-    at_least: u32,
-    timeout_ns: u64,
-    results: *mut kvf_request_result,
-    elem_size: usize,
-    cap: usize,
-    n: *mut usize,
-    more: *mut u32,
-    decision: *mut c_void,
-    decision_cap: usize,
-    decision_bytes: *mut usize,
-) -> kvf_status {
-    guard(|| {
-        // SAFETY: the caller's contract.
-        unsafe {
-            check(
-                transceiver,
-                Core::check_gen_transfer_status,
-                (at_least, timeout_ns),
-                Answer::new(results, elem_size, cap, n, more)?,
-                Decision::new(decision, decision_cap, decision_bytes)?,
-            )
-        }
-    })
-}
-
-/// Follower: takes a decision in and gives the results that the leader's status call gave. Never
-/// blocks. Bytes that were applied already, and the leader's own, give nothing.
-///
-/// @param      transceiver   The transceiver.
-/// @param[in]  decision      The bytes that the leader's status call gave; NULL with 0 bytes
-///                           fetches what did not fit into an earlier call's @p cap.
-/// @param      bytes         Their number.
-/// @param[out] results       Receives up to @p cap results; NULL when @p cap is 0.
-/// @param      elem_size     `sizeof(kvf_request_result)`.
-/// @param      cap           Elements in @p results.
-/// @param[out] n             Receives how many were written.
-/// @param[out] more          Receives 1 if results are left for the next call; may be NULL.
-/// @return KVF_OK; KVF_ERR_GROUP_LOST: decisions before this one never came here, nothing was
-///         applied, the engine must stop this iteration; KVF_ERR_STATE: no votes here;
-///         KVF_ERR_INVALID_ARGUMENT, KVF_ERR_ABI_MISMATCH: no decision of this domain.
-///
-/// # Safety
-/// @p transceiver must be live, @p decision point to @p bytes readable bytes, @p results to @p cap
-/// elements of @p elem_size bytes, @p n be writable, @p more be NULL or writable.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_transceiver_apply(
-    transceiver: *mut kvf_transceiver,
-    decision: *const c_void,
-    bytes: usize,
-    results: *mut kvf_request_result,
-    elem_size: usize,
-    cap: usize,
-    n: *mut usize,
-    more: *mut u32,
-) -> kvf_status {
-    guard(|| {
-        // SAFETY: the caller's contract.
-        let core = unsafe { enter(transceiver) }?;
-        // SAFETY: the caller's contract.
-        let answer = unsafe { Answer::new(results, elem_size, cap, n, more) }?;
-        // SAFETY: the caller's contract.
-        let decision = unsafe { read_plain(decision.cast::<u8>(), bytes, "decision") }?;
-        let mut out = Vec::new();
-        let checked = core.apply(&decision, answer.capacity(), &mut out)?;
-        answer.set(&out, &checked);
-        Ok(checked.status)
-    })
-}
-
 /// Tells what became of a request, while it is in flight and for the last `records` ended ones.
 ///
 /// @param         transceiver  The transceiver.
@@ -958,7 +723,7 @@ pub unsafe extern "C" fn kvf_transceiver_error_text(
 
 /// # Safety
 /// `transceiver` must be NULL or live for `'a`.
-unsafe fn enter<'a>(transceiver: *const kvf_transceiver) -> Result<Use<'a, Core>> {
+pub(super) unsafe fn enter<'a>(transceiver: *const kvf_transceiver) -> Result<Use<'a, Core>> {
     // SAFETY: the caller's contract.
     unsafe { view(transceiver, "transceiver") }?
         .0
@@ -981,198 +746,6 @@ fn find(core: &Core, key: kvf_key) -> Result<Record> {
             KVF_ERR_NOT_FOUND,
             "{key} is not in flight here and not among the last ended requests"
         ),
-    }
-}
-
-/// Where a status call's results go.
-struct Answer {
-    results: OutArray<kvf_request_result>,
-    n: Out<usize>,
-    more: Option<Out<u32>>,
-}
-
-impl Answer {
-    /// # Safety
-    /// As `kvf_transceiver_check_context_transfer_status`.
-    unsafe fn new(
-        results: *mut kvf_request_result,
-        elem_size: usize,
-        cap: usize,
-        n: *mut usize,
-        more: *mut u32,
-    ) -> Result<Self> {
-        // SAFETY: the caller's contract.
-        unsafe {
-            Ok(Self {
-                results: OutArray::new(results, cap, elem_size, "results")?,
-                n: Out::new(n, "n")?,
-                more: (!more.is_null())
-                    .then(|| Out::new(more, "more"))
-                    .transpose()?,
-            })
-        }
-    }
-
-    fn capacity(&self) -> usize {
-        self.results.capacity()
-    }
-
-    fn set(self, results: &[RequestResult], checked: &Checked) {
-        let results: Vec<kvf_request_result> = results.iter().map(Into::into).collect();
-        self.n.set(self.results.fill(&results));
-        if let Some(more) = self.more {
-            more.set(checked.more.into());
-        }
-    }
-}
-
-/// Where a leader's decision goes.
-struct Decision {
-    buf: *mut c_void,
-    cap: usize,
-    bytes: Option<Out<usize>>,
-}
-
-impl Decision {
-    /// # Safety
-    /// As `kvf_transceiver_check_context_transfer_status`.
-    unsafe fn new(buf: *mut c_void, cap: usize, bytes: *mut usize) -> Result<Self> {
-        if cap != 0 && (buf.is_null() || bytes.is_null()) {
-            bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "decision or decision_bytes is NULL with a size of {cap}"
-            );
-        }
-        // SAFETY: the caller's contract.
-        let bytes = (!bytes.is_null()).then(|| unsafe { Out::new(bytes, "decision_bytes") });
-        Ok(Self {
-            buf,
-            cap,
-            bytes: bytes.transpose()?,
-        })
-    }
-}
-
-type StatusCall =
-    fn(&Core, Option<u32>, Option<Duration>, usize, &mut Vec<RequestResult>) -> Result<Checked>;
-
-/// # Safety
-/// As `kvf_transceiver_check_context_transfer_status`.
-unsafe fn check(
-    transceiver: *const kvf_transceiver,
-    call: StatusCall,
-    (at_least, timeout_ns): (u32, u64),
-    answer: Answer,
-    decision: Decision,
-) -> Result<Status> {
-    // SAFETY: the caller's contract.
-    let core = unsafe { enter(transceiver) }?;
-    let at_least = (at_least != KVF_WAIT_ALL).then_some(at_least);
-    let timeout = (timeout_ns != KVF_TIMEOUT_CONFIGURED).then(|| Duration::from_nanos(timeout_ns));
-    let most = answer.capacity().min(core.results_within(decision.cap)?);
-    let mut out = Vec::new();
-    let checked = call(&core, at_least, timeout, most, &mut out)?;
-    if let Some(bytes) = decision.bytes {
-        // SAFETY: the caller's contract; results_within() has bounded the bytes.
-        unsafe {
-            put_bytes(
-                decision.buf.cast(),
-                decision.cap,
-                std::ptr::null_mut(),
-                &checked.decision,
-                "decision",
-            )?;
-        }
-        bytes.set(checked.decision.len());
-    }
-    answer.set(&out, &checked);
-    Ok(checked.status)
-}
-
-/// The caller's exchange with its argument.
-#[derive(Clone, Copy)]
-struct Exchange(
-    unsafe extern "C" fn(*mut c_void, u32, *const c_void, *mut c_void, usize) -> i32,
-    *mut c_void,
-);
-
-// SAFETY: the caller promises that both are usable from the threads that make status calls; only
-// the caller's function looks at the argument.
-unsafe impl Send for Exchange {}
-// SAFETY: as above; one exchange per side runs at a time.
-unsafe impl Sync for Exchange {}
-
-impl Exchange {
-    fn run(&self, group: Group, mine: &[u8], all: &mut [u8]) -> Result<()> {
-        let _mark = InCallback::enter();
-        let (from, to) = (mine.as_ptr().cast(), all.as_mut_ptr().cast());
-        // SAFETY: the caller's function with the caller's argument; `all` has members * bytes
-        // bytes.
-        match unsafe { (self.0)(self.1, group as u32, from, to, mine.len()) } {
-            0 => Ok(()),
-            code => bail!(
-                KVF_ERR_GROUP_LOST,
-                "config.exchange returned {code} for {} bytes of the {group:?} group",
-                mine.len()
-            ),
-        }
-    }
-}
-
-impl kvf_transceiver_config {
-    fn convert(&self) -> Result<Config> {
-        must_be_zero(self.reserved, "config.reserved")?;
-        let defaults = Config::default();
-        let tensor_ranks = self.tensor_ranks.max(1);
-        let pipeline_ranks = self.pipeline_ranks.max(1);
-        let exchange = self.exchange.map(|f| Exchange(f, self.exchange_arg));
-        Ok(Config {
-            direction: match self.direction {
-                KVF_DIRECTION_PULL => Direction::Pull,
-                KVF_DIRECTION_PUSH => Direction::Push,
-                unknown => bail!(
-                    KVF_ERR_INVALID_ARGUMENT,
-                    "config.direction {unknown} is unknown"
-                ),
-            },
-            context_poll: nanos_or(self.context_poll_ns, defaults.context_poll),
-            generation_poll: nanos_or(self.generation_poll_ns, defaults.generation_poll),
-            transfer: nanos_or(self.transfer_ns, defaults.transfer),
-            cancel_memory: nanos_or(self.cancel_memory_ns, defaults.cancel_memory),
-            consensus: match self.consensus {
-                KVF_CONSENSUS_NONE => Consensus::None,
-                KVF_CONSENSUS_VOTES => Consensus::Votes,
-                KVF_CONSENSUS_COLLECTIVE => Consensus::Collective,
-                unknown => bail!(
-                    KVF_ERR_INVALID_ARGUMENT,
-                    "config.consensus {unknown} is unknown"
-                ),
-            },
-            domain: self.domain,
-            world: self.world.max(1),
-            rank: self.rank,
-            context_limit: nanos_or(self.context_limit_ns, defaults.context_limit),
-            generation_limit: nanos_or(self.generation_limit_ns, defaults.generation_limit),
-            tensor_ranks,
-            pipeline_ranks,
-            gather: exchange.map(|exchange| {
-                framed([tensor_ranks, pipeline_ranks], move |group, mine, all| {
-                    exchange.run(group, mine, all)
-                })
-            }),
-            wait_before_gather: match self.wait_before_exchange {
-                0 => false,
-                1 => true,
-                unknown => bail!(
-                    KVF_ERR_INVALID_ARGUMENT,
-                    "config.wait_before_exchange is {unknown}, not 0 or 1"
-                ),
-            },
-            records: match self.records {
-                0 => defaults.records,
-                records => records as usize,
-            },
-        })
     }
 }
 

@@ -11,12 +11,15 @@
 //! takes from inside those calls.
 
 mod agent_port;
+mod agreement;
 mod api;
 mod codec;
 mod domain;
 mod gather;
 pub mod port;
+mod request;
 mod room;
+mod shared;
 mod signal;
 mod status;
 mod table;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::api::{Checked, Consensus, Group, RequestResult, Side};
 use super::codec;
 use super::port::Port;
-use super::room::{Cell, Shared, wait};
+use super::shared::{Cell, Shared, wait};
 use crate::error::{Result, Status};
 use crate::session::collective::{Ballot, merge};
 use crate::session::votes::Batch;

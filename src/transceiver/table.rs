@@ -10,14 +10,14 @@ use std::sync::Arc;
 use super::api::{Cancel, Record, RequestResult, ResultKind, Side};
 use super::codec;
 use super::domain::Domain;
-use super::port::{End, Notice, Operation};
+use super::port::{Notice, Operation};
+use super::request::Request;
 use crate::agent::Outcome;
 use crate::bail;
 use crate::error::{Result, Status};
 use crate::ids::Key;
 use crate::session::Now;
-use crate::session::collective::{Ballot, Verdict};
-use crate::session::votes::{Batch, Decision, Ending, Vote};
+use crate::session::votes::{Batch, Ending, Vote};
 
 /// Cancels and foreign decisions that wait for a request; the oldest goes first.
 const MAX_PARKED: usize = 65536;
@@ -37,36 +37,6 @@ pub(super) struct Begun {
 }
 
 #[derive(Clone, Copy)]
-struct Decided {
-    ending: Ending,
-    rank: u32,
-    at: Now,
-}
-
-struct Request {
-    serial: u64,
-    user_data: u64,
-    queued: Now,
-    op: Option<Arc<dyn Operation>>,
-    started: bool,
-    /// Never called here: the domain decided it before it came.
-    foreign: bool,
-    /// A blocked caller takes the end, not a status call.
-    waited_for: bool,
-    cancel: bool,
-    /// The cancel was here first, so the outcome is cancelled whatever the operation says.
-    cancel_first: bool,
-    end: Option<(End, Now)>,
-    quiet: Option<Now>,
-    voted_cancel: bool,
-    voted_end: bool,
-    voted_quiet: bool,
-    decided: Option<Decided>,
-    reclaimed: bool,
-    reported: bool,
-}
-
-#[derive(Clone, Copy)]
 enum Parked {
     Cancel,
     Decided(Ending, u32),
@@ -77,37 +47,37 @@ pub(super) type Operated = Option<Arc<dyn Operation>>;
 
 /// One side's requests.
 pub(super) struct Table {
-    side: Side,
-    rank: u32,
-    cancel_memory: Now,
-    max_records: usize,
-    pub domain: Domain,
-    requests: HashMap<Key, Request>,
-    ready: VecDeque<(Key, ResultKind)>,
-    ready_ended: usize,
+    pub(super) side: Side,
+    pub(super) rank: u32,
+    pub(super) cancel_memory: Now,
+    pub(super) max_records: usize,
+    pub(super) domain: Domain,
+    pub(super) requests: HashMap<Key, Request>,
+    pub(super) ready: VecDeque<(Key, ResultKind)>,
+    pub(super) ready_ended: usize,
     /// Requests whose end no status call has reported.
-    open: usize,
+    pub(super) open: usize,
     /// Requests whose memory this rank may still touch.
-    running: usize,
+    pub(super) running: usize,
     /// Requests with something to say in the next exchange.
-    news: BTreeSet<Key>,
+    pub(super) news: BTreeSet<Key>,
     parked: HashMap<Key, (Now, Parked)>,
     parked_order: VecDeque<(Now, Key)>,
-    records: VecDeque<(Record, Operated)>,
-    next_serial: u64,
+    pub(super) records: VecDeque<(Record, Operated)>,
+    pub(super) next_serial: u64,
     /// No new requests.
-    pub closed: bool,
+    pub(super) closed: bool,
     /// Waits end.
-    pub stopped: bool,
-    interrupts: u64,
-    interrupts_seen: u64,
+    pub(super) stopped: bool,
+    pub(super) interrupts: u64,
+    pub(super) interrupts_seen: u64,
     /// A waiter may have something to see.
-    pub wake: bool,
+    pub(super) wake: bool,
     /// Operations to cancel, and ones to drop, once the table is unlocked.
-    pub cancels: Vec<Arc<dyn Operation>>,
-    pub dropped: Vec<Arc<dyn Operation>>,
+    pub(super) cancels: Vec<Arc<dyn Operation>>,
+    pub(super) dropped: Vec<Arc<dyn Operation>>,
     /// Notices that belong to nothing in the table.
-    late_notices: u64,
+    pub(super) late_notices: u64,
 }
 
 impl Table {
@@ -324,221 +294,11 @@ impl Table {
     }
 
     /// The request has something to say in the next exchange.
-    fn note(&mut self, key: Key) {
+    pub(super) fn note(&mut self, key: Key) {
         if self.domain.is_collective() {
             self.news.insert(key);
         }
         self.wake = true;
-    }
-
-    // -- agreement --------------------------------------------------------------------------
-
-    /// Passes what is new about a request on to whoever decides.
-    fn advance(&mut self, key: Key, now: Now) {
-        self.vote(key);
-        let Some(request) = self.requests.get(&key).filter(|r| r.started) else {
-            return;
-        };
-        if !self.domain.decides_alone() {
-            return;
-        }
-        if let (None, Some((end, _))) = (request.decided, &request.end) {
-            let ending = Ending {
-                outcome: end.outcome as u32,
-                cause: end.cause,
-            };
-            self.decide(key, ending, self.rank, now);
-        }
-        let reclaim = self
-            .requests
-            .get(&key)
-            .is_some_and(|r| r.decided.is_some() && r.quiet.is_some());
-        if reclaim {
-            self.reclaim(key);
-        }
-    }
-
-    /// Votes on a request as far as it is known and not voted on yet.
-    fn vote(&mut self, key: Key) {
-        let Some(request) = self.requests.get_mut(&key) else {
-            return;
-        };
-        if !request.started && !request.foreign {
-            return;
-        }
-        let quiet = request.quiet;
-        if let Some((end, at)) = &request.end
-            && !request.voted_end
-        {
-            let done = end.outcome == Outcome::Done;
-            // A success whose memory is still in use is none yet.
-            if !done || quiet.is_some() {
-                request.voted_end = true;
-                request.voted_quiet |= done;
-                let vote = if done {
-                    Vote::Done
-                } else {
-                    Vote::Ended(Ending {
-                        outcome: end.outcome as u32,
-                        cause: end.cause,
-                    })
-                };
-                self.domain.vote(key, vote, *at);
-            }
-        }
-        if let Some(at) = quiet
-            && !request.voted_quiet
-        {
-            request.voted_quiet = true;
-            self.domain.vote(key, Vote::Quiet, at);
-        }
-        self.note(key);
-    }
-
-    /// Takes an OUTCOME.
-    fn decide(&mut self, key: Key, ending: Ending, rank: u32, now: Now) {
-        let at = now;
-        let decided = Some(Decided { ending, rank, at });
-        match self.requests.get_mut(&key) {
-            Some(request) if request.decided.is_some() => return,
-            Some(request) => {
-                request.decided = decided;
-                if request.end.is_none() {
-                    // Over for everybody: what still runs here must stop.
-                    request.cancel = true;
-                    self.cancels.extend(request.op.clone());
-                }
-                self.wake = true;
-                if request.waited_for {
-                    return;
-                }
-            }
-            None => {
-                let mut request = Request::new(self.next_serial, now);
-                self.next_serial += 1;
-                request.foreign = true;
-                request.quiet = Some(now);
-                request.decided = decided;
-                self.requests.insert(key, request);
-                self.open += 1;
-                self.vote(key);
-            }
-        }
-        self.ready.push_back((key, ResultKind::Ended));
-        self.ready_ended += 1;
-        self.wake = true;
-    }
-
-    /// Takes a RECLAIM.
-    fn reclaim(&mut self, key: Key) {
-        let Some(request) = self.requests.get_mut(&key).filter(|r| !r.reclaimed) else {
-            return;
-        };
-        request.reclaimed = true;
-        self.news.remove(&key);
-        if request.reported {
-            self.ready.push_back((key, ResultKind::MemorySafe));
-        }
-        self.wake = true;
-    }
-
-    /// Takes entries of the domain's log in.
-    pub(super) fn apply(&mut self, batch: &Batch, now: Now) {
-        for entry in &batch.entries {
-            match entry.decision {
-                Decision::Succeeded => {
-                    let done = Ending {
-                        outcome: Outcome::Done as u32,
-                        cause: Status::KVF_OK,
-                    };
-                    self.decide(entry.key, done, self.rank, now);
-                    self.reclaim(entry.key);
-                }
-                Decision::Ended { ending, rank } => self.decide(entry.key, ending, rank, now),
-                Decision::Reclaim => self.reclaim(entry.key),
-            }
-        }
-    }
-
-    /// The leader of our domain is gone: what it has decided stands, the rest fails.
-    pub(super) fn leader_lost(&mut self, now: Now) {
-        if !self.domain.lose_leader() {
-            return;
-        }
-        let lost = Ending {
-            outcome: Outcome::Failed as u32,
-            cause: Status::KVF_ERR_GROUP_LOST,
-        };
-        let keys: BTreeSet<Key> = self.requests.keys().copied().collect();
-        for key in keys {
-            self.decide(key, lost, 0, now);
-            self.advance(key, now);
-        }
-        self.wake = true;
-    }
-
-    /// What this rank says in the next exchange. Costs what is new, not what is in flight.
-    pub(super) fn ballot(&self) -> Ballot {
-        let mut ballot = Ballot::default();
-        for key in &self.news {
-            let Some(request) = self.requests.get(key) else {
-                continue;
-            };
-            let verdict = |ending| Verdict {
-                key: *key,
-                ending,
-                rank: self.rank,
-            };
-            if request.decided.is_none() {
-                match &request.end {
-                    Some((end, _)) if end.outcome == Outcome::Done => {
-                        if request.cancel {
-                            ballot.cancelled.push(verdict(CANCELLED));
-                        } else if request.quiet.is_some() {
-                            ballot.completed.push(*key);
-                        }
-                    }
-                    Some((end, _)) => {
-                        let ending = Ending {
-                            outcome: end.outcome as u32,
-                            cause: end.cause,
-                        };
-                        if matches!(end.outcome, Outcome::Cancelled | Outcome::CancelledByPeer) {
-                            ballot.cancelled.push(verdict(ending));
-                        } else {
-                            ballot.failed.push(verdict(ending));
-                        }
-                    }
-                    None if request.cancel => ballot.cancelled.push(verdict(CANCELLED)),
-                    None => {}
-                }
-            }
-            if request.quiet.is_some() && !request.reclaimed {
-                ballot.quiet.push(*key);
-            }
-        }
-        ballot
-    }
-
-    /// Takes what the domain agreed on, in ascending order of keys.
-    pub(super) fn commit(&mut self, agreed: &Ballot, now: Now) {
-        let done = Ending {
-            outcome: Outcome::Done as u32,
-            cause: Status::KVF_OK,
-        };
-        let ended = agreed.cancelled.iter().chain(&agreed.failed);
-        let ended = ended.map(|v| (v.key, v.ending, v.rank));
-        let completed = agreed.completed.iter().map(|key| (*key, done, self.rank));
-        let mut all: Vec<_> = ended.chain(completed).collect();
-        all.sort_by_key(|(key, ..)| *key);
-        for (key, ending, rank) in all {
-            self.decide(key, ending, rank, now);
-        }
-        for key in &agreed.quiet {
-            if self.requests.get(key).is_some_and(|r| r.decided.is_some()) {
-                self.reclaim(*key);
-            }
-        }
     }
 
     // -- results out ------------------------------------------------------------------------
@@ -764,71 +524,4 @@ impl Table {
             self.parked.remove(&key);
         }
     }
-}
-
-impl Request {
-    fn new(serial: u64, now: Now) -> Self {
-        Self {
-            serial,
-            user_data: 0,
-            queued: now,
-            op: None,
-            started: false,
-            foreign: false,
-            waited_for: false,
-            cancel: false,
-            cancel_first: false,
-            end: None,
-            quiet: None,
-            voted_cancel: false,
-            voted_end: false,
-            voted_quiet: false,
-            decided: None,
-            reclaimed: false,
-            reported: false,
-        }
-    }
-
-    fn elapsed_ns(&self) -> u64 {
-        self.end.as_ref().map_or(0, |(_, at)| self.since_call(*at))
-    }
-
-    fn since_call(&self, at: Now) -> u64 {
-        nanos(at.saturating_sub(self.queued))
-    }
-
-    fn record(&self, key: Key, side: Side, rank: u32) -> Record {
-        let end = self.end.as_ref().map(|(end, _)| end);
-        let by_other = self.decided.filter(|d| d.rank != rank);
-        Record {
-            key,
-            side,
-            outcome: match (&self.decided, end) {
-                (Some(decided), _) => codec::outcome_from(decided.ending.outcome),
-                (None, Some(end)) => end.outcome,
-                (None, None) => Outcome::Pending,
-            },
-            cause: match (&self.decided, end) {
-                (Some(decided), _) => decided.ending.cause,
-                (None, Some(end)) => end.cause,
-                (None, None) => Status::KVF_IN_PROGRESS,
-            },
-            rank: self.decided.map_or(rank, |d| d.rank),
-            text: by_other.map_or_else(String::new, |d| {
-                format!("rank {} of the domain: {:?}", d.rank, d.ending.cause)
-            }),
-            queued_ns: nanos(self.queued),
-            ended_ns: self.elapsed_ns(),
-            safe_ns: self.quiet.map_or(0, |at| self.since_call(at)),
-            decided_ns: self.decided.map_or(0, |d| self.since_call(d.at)),
-            bytes: end.map_or(0, |end| end.bytes),
-            bytes_total: end.map_or(0, |end| end.bytes_total),
-            transport: end.map_or("", |end| end.transport),
-            aux: Vec::new(),
-        }
-    }
-}
-
-fn nanos(span: Now) -> u64 {
-    u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }
