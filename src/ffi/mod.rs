@@ -28,6 +28,9 @@ mod status;
 #[allow(dead_code)] // a tool box: each object's file takes its part
 pub(crate) mod structs;
 mod testing;
+mod transceiver;
+mod transceiver_config;
+mod transceiver_status;
 mod transfer;
 mod version;
 
@@ -45,5 +48,8 @@ pub use publication::*;
 pub use status::*;
 #[cfg(feature = "testing")]
 pub use testing::*;
+pub use transceiver::*;
+pub use transceiver_config::*;
+pub use transceiver_status::*;
 pub use transfer::*;
 pub use version::*;

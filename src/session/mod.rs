@@ -1,8 +1,10 @@
 //! Both sides of a handoff as pure state machines: (state, event, now) -> (state, actions), plus
 //! the next deadline. Time is a duration since the agent's start; nothing here waits or sends.
 
+pub mod collective;
 pub mod reader;
 pub mod source;
+pub mod votes;
 
 use crate::error::Status;
 
