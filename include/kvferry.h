@@ -629,6 +629,10 @@ typedef struct kvf_agent_config {
    * First argument of `log`.
    */
   void *log_arg;
+  /**
+   * How long a thread looks at a data socket before it sleeps, in ns; 0 = it sleeps at once.
+   */
+  uint64_t spin_ns;
 } kvf_agent_config;
 
 /**
@@ -3478,7 +3482,7 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
  *   kvf_x x = KVF_X_INIT; */
 #define KVF_AGENT_CONFIG_INIT \
     {sizeof(kvf_agent_config), KVF_ABI_VERSION, 0, NULL, NULL, NULL, 0, NULL, NULL, 0, 0, 0, 0, \
-     0, 0, 0, 0, NULL, NULL}
+     0, 0, 0, 0, NULL, NULL, 0}
 #define KVF_BYTES_INIT {NULL, 0}
 #define KVF_ENGINE_DESC_INIT \
     {sizeof(kvf_engine_desc), KVF_ABI_VERSION, 0, 0, 0, NULL, NULL, NULL, sizeof(kvf_bytes), 0}
