@@ -379,26 +379,26 @@ impl Control {
             .get(&id)
             .is_some_and(|i| !i.new.jobs.is_empty());
         if !known {
-            let (routes, pairs) = self.inward_pairs(agent, ticket.dp_rank)?;
+            let senders = self.inward_pairs(agent, ticket.dp_rank)?;
             let Some(import) = self.imports.get_mut(&id) else {
                 return Ok(());
             };
             check_prefix(import.new.wants.prefix_tag, ticket)?;
             resolve_ends(&mut import.new.wants, ticket)?;
             *lock(&import.new.cell.aux) = ticket.aux.clone();
-            import.new.jobs = pairs
-                .into_iter()
-                .map(|(source, pair)| NewJob {
+            for (route, pair) in senders {
+                let id = PublicationId {
+                    source: route.incarnation,
+                    key: key(ticket.key),
+                    epoch: Epoch(0),
+                };
+                import.new.routes.push(route);
+                import.new.jobs.push(NewJob {
                     pair,
-                    id: PublicationId {
-                        source,
-                        key: key(ticket.key),
-                        epoch: Epoch(0),
-                    },
+                    id,
                     job: None,
-                })
-                .collect();
-            import.new.routes = routes;
+                });
+            }
             import.machine.expect(import.new.jobs.len());
         }
         let Some(import) = self.imports.get(&id) else {

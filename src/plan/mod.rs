@@ -3,14 +3,15 @@
 //! A [`Plan`] is made once per pair of engines; a request only binds slots and a token range to
 //! it. Copies are strided patterns, never one descriptor per token or head.
 //!
-//! The steps: [`reshard`] intersects what the ranks hold and elects one source for every byte,
-//! [`proof`] checks the result against the destination layouts, [`lower`] turns rectangles of
-//! layers and heads into strided pieces, [`bind`] adds slots and a token range ([`table`] pairs the
-//! blocks, [`meeting`] knows which ones two ranks both own).
+//! The steps: `reshard` intersects what the ranks hold and elects one source for every byte,
+//! `proof` checks the result against the destination layouts, `lower` turns rectangles of
+//! layers and heads into strided pieces (`form` coalesces their axes), `bind` adds slots and a token range (`table` pairs the
+//! blocks, `meeting` knows which ones two ranks both own).
 
 mod bind;
 mod explain;
 pub mod file;
+mod form;
 mod lower;
 mod meeting;
 mod proof;
