@@ -1017,210 +1017,6 @@ typedef struct kvf_import_desc {
 } kvf_import_desc;
 
 /**
- * Slots that the destination opens for a push.
- */
-typedef struct kvf_receive_desc {
-  /**
-   * `sizeof(kvf_receive_desc)`.
-   */
-  size_t struct_size;
-  /**
-   * KVF_ABI_VERSION.
-   */
-  uint32_t abi_version;
-  /**
-   * Larger is served first; 0 = normal.
-   */
-  int32_t priority;
-  /**
-   * Request and attempt.
-   */
-  struct kvf_key key;
-  /**
-   * Paged groups; NULL = none.
-   */
-  const struct kvf_import_group *groups;
-  /**
-   * `sizeof(kvf_import_group)`.
-   */
-  size_t groups_elem_size;
-  /**
-   * Elements of `groups`.
-   */
-  size_t num_groups;
-  /**
-   * State slots; NULL = none.
-   */
-  const struct kvf_import_state *states;
-  /**
-   * `sizeof(kvf_import_state)`.
-   */
-  size_t states_elem_size;
-  /**
-   * Elements of `states`.
-   */
-  size_t num_states;
-  /**
-   * Slots that the request owns and that are never written; NULL = none.
-   */
-  const struct kvf_slot_ref *owned_only;
-  /**
-   * `sizeof(kvf_slot_ref)`.
-   */
-  size_t owned_only_elem_size;
-  /**
-   * Elements of `owned_only`.
-   */
-  size_t num_owned_only;
-  /**
-   * CUstream: earlier users of the slots are done when what is enqueued so far is done.
-   */
-  void *stream;
-  /**
-   * From now, in ns; 0 = the agent's `transfer_ns`.
-   */
-  uint64_t deadline_ns;
-  /**
-   * Hash of the last skipped block; compared when both sides set it. 0 = none.
-   */
-  uint64_t prefix_tag;
-  /**
-   * Returned in the transfer's events.
-   */
-  uint64_t user_data;
-} kvf_receive_desc;
-
-/**
- * Blocks of one paged group in a publication.
- */
-typedef struct kvf_published_group {
-  /**
-   * Index of the group in the layout.
-   */
-  uint32_t group;
-  /**
-   * Must be 0.
-   */
-  uint32_t reserved;
-  /**
-   * Block of each ordinal that this rank owns, in order from `first_ordinal`; -1 = not held.
-   */
-  const int32_t *slots;
-  /**
-   * Elements of `slots`; the last one holds the last valid token.
-   */
-  size_t num_slots;
-  /**
-   * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
-   */
-  uint64_t first_ordinal;
-  /**
-   * First valid token.
-   */
-  uint64_t token_begin;
-  /**
-   * End of the valid tokens; those before it must not change until the publication has ended.
-   */
-  uint64_t token_end;
-} kvf_published_group;
-
-/**
- * A request's state slot in a publication.
- */
-typedef struct kvf_published_state {
-  /**
-   * Index of the group in the layout.
-   */
-  uint32_t group;
-  /**
-   * The request's slot.
-   */
-  int32_t slot;
-  /**
-   * The state is the one after this many tokens.
-   */
-  uint64_t as_of_token;
-} kvf_published_state;
-
-/**
- * A push into slots that the destination opened.
- */
-typedef struct kvf_push_desc {
-  /**
-   * `sizeof(kvf_push_desc)`.
-   */
-  size_t struct_size;
-  /**
-   * KVF_ABI_VERSION.
-   */
-  uint32_t abi_version;
-  /**
-   * Larger is served first; 0 = normal.
-   */
-  int32_t priority;
-  /**
-   * The engine that the offer comes from.
-   */
-  const struct kvf_peer *peer;
-  /**
-   * The offer's bytes: kvf_transfer_offer() of the destination. Not kept.
-   */
-  const void *offer;
-  /**
-   * Their number.
-   */
-  size_t offer_bytes;
-  /**
-   * Paged groups; NULL = none.
-   */
-  const struct kvf_published_group *groups;
-  /**
-   * `sizeof(kvf_published_group)`.
-   */
-  size_t groups_elem_size;
-  /**
-   * Elements of `groups`.
-   */
-  size_t num_groups;
-  /**
-   * State slots; NULL = none.
-   */
-  const struct kvf_published_state *states;
-  /**
-   * `sizeof(kvf_published_state)`.
-   */
-  size_t states_elem_size;
-  /**
-   * Elements of `states`.
-   */
-  size_t num_states;
-  /**
-   * CUstream: the slots are readable when what is enqueued so far is done.
-   */
-  void *stream;
-  /**
-   * From now, in ns; 0 = the agent's `transfer_ns`.
-   */
-  uint64_t deadline_ns;
-  /**
-   * Bytes for the destination (first tokens, draft tokens); NULL = none.
-   */
-  const void *aux;
-  /**
-   * Length of `aux`, at most 65536.
-   */
-  size_t aux_bytes;
-  /**
-   * Hash of the last block before the pushed ones; compared when both sides set it. 0 = none.
-   */
-  uint64_t prefix_tag;
-  /**
-   * Returned in the transfer's events.
-   */
-  uint64_t user_data;
-} kvf_push_desc;
-
-/**
  * A packed part of the channel axis, such as x, B and C of Mamba-2 or q, k and v.
  */
 typedef struct kvf_section_desc {
@@ -1580,6 +1376,58 @@ typedef struct kvf_pool_info {
 } kvf_pool_info;
 
 /**
+ * Blocks of one paged group in a publication.
+ */
+typedef struct kvf_published_group {
+  /**
+   * Index of the group in the layout.
+   */
+  uint32_t group;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+  /**
+   * Block of each ordinal that this rank owns, in order from `first_ordinal`; -1 = not held.
+   */
+  const int32_t *slots;
+  /**
+   * Elements of `slots`; the last one holds the last valid token.
+   */
+  size_t num_slots;
+  /**
+   * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+   */
+  uint64_t first_ordinal;
+  /**
+   * First valid token.
+   */
+  uint64_t token_begin;
+  /**
+   * End of the valid tokens; those before it must not change until the publication has ended.
+   */
+  uint64_t token_end;
+} kvf_published_group;
+
+/**
+ * A request's state slot in a publication.
+ */
+typedef struct kvf_published_state {
+  /**
+   * Index of the group in the layout.
+   */
+  uint32_t group;
+  /**
+   * The request's slot.
+   */
+  int32_t slot;
+  /**
+   * The state is the one after this many tokens.
+   */
+  uint64_t as_of_token;
+} kvf_published_state;
+
+/**
  * What kvf_publish() offers.
  */
 typedef struct kvf_publish_desc {
@@ -1704,6 +1552,158 @@ typedef struct kvf_publication_info {
    */
   struct kvf_key key;
 } kvf_publication_info;
+
+/**
+ * Slots that the destination opens for a push.
+ */
+typedef struct kvf_receive_desc {
+  /**
+   * `sizeof(kvf_receive_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Larger is served first; 0 = normal.
+   */
+  int32_t priority;
+  /**
+   * Request and attempt.
+   */
+  struct kvf_key key;
+  /**
+   * Paged groups; NULL = none.
+   */
+  const struct kvf_import_group *groups;
+  /**
+   * `sizeof(kvf_import_group)`.
+   */
+  size_t groups_elem_size;
+  /**
+   * Elements of `groups`.
+   */
+  size_t num_groups;
+  /**
+   * State slots; NULL = none.
+   */
+  const struct kvf_import_state *states;
+  /**
+   * `sizeof(kvf_import_state)`.
+   */
+  size_t states_elem_size;
+  /**
+   * Elements of `states`.
+   */
+  size_t num_states;
+  /**
+   * Slots that the request owns and that are never written; NULL = none.
+   */
+  const struct kvf_slot_ref *owned_only;
+  /**
+   * `sizeof(kvf_slot_ref)`.
+   */
+  size_t owned_only_elem_size;
+  /**
+   * Elements of `owned_only`.
+   */
+  size_t num_owned_only;
+  /**
+   * CUstream: earlier users of the slots are done when what is enqueued so far is done.
+   */
+  void *stream;
+  /**
+   * From now, in ns; 0 = the agent's `transfer_ns`.
+   */
+  uint64_t deadline_ns;
+  /**
+   * Hash of the last skipped block; compared when both sides set it. 0 = none.
+   */
+  uint64_t prefix_tag;
+  /**
+   * Returned in the transfer's events.
+   */
+  uint64_t user_data;
+} kvf_receive_desc;
+
+/**
+ * A push into slots that the destination opened.
+ */
+typedef struct kvf_push_desc {
+  /**
+   * `sizeof(kvf_push_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Larger is served first; 0 = normal.
+   */
+  int32_t priority;
+  /**
+   * The engine that the offer comes from.
+   */
+  const struct kvf_peer *peer;
+  /**
+   * The offer's bytes: kvf_transfer_offer() of the destination. Not kept.
+   */
+  const void *offer;
+  /**
+   * Their number.
+   */
+  size_t offer_bytes;
+  /**
+   * Paged groups; NULL = none.
+   */
+  const struct kvf_published_group *groups;
+  /**
+   * `sizeof(kvf_published_group)`.
+   */
+  size_t groups_elem_size;
+  /**
+   * Elements of `groups`.
+   */
+  size_t num_groups;
+  /**
+   * State slots; NULL = none.
+   */
+  const struct kvf_published_state *states;
+  /**
+   * `sizeof(kvf_published_state)`.
+   */
+  size_t states_elem_size;
+  /**
+   * Elements of `states`.
+   */
+  size_t num_states;
+  /**
+   * CUstream: the slots are readable when what is enqueued so far is done.
+   */
+  void *stream;
+  /**
+   * From now, in ns; 0 = the agent's `transfer_ns`.
+   */
+  uint64_t deadline_ns;
+  /**
+   * Bytes for the destination (first tokens, draft tokens); NULL = none.
+   */
+  const void *aux;
+  /**
+   * Length of `aux`, at most 65536.
+   */
+  size_t aux_bytes;
+  /**
+   * Hash of the last block before the pushed ones; compared when both sides set it. 0 = none.
+   */
+  uint64_t prefix_tag;
+  /**
+   * Returned in the transfer's events.
+   */
+  uint64_t user_data;
+} kvf_push_desc;
 
 /**
  * All-gather inside a group of a domain's ranks, as MPI_Allgather on bytes.
@@ -2376,45 +2376,6 @@ kvf_status kvf_import_begin(struct kvf_agent *agent,
 KVF_NOEXCEPT;
 
 /**
- * Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. The
- * sender skips exactly what is skipped here; a receive of nothing is born complete. Never blocks.
- *
- * @param      agent     The agent.
- * @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
- * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
- *         changed then; KVF_ERR_UNSUPPORTED for a stream.
- *
- * # Safety
- * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
- * what they say, @p transfer be writable.
- */
-kvf_status kvf_receive_begin(struct kvf_agent *agent,
-                             const struct kvf_receive_desc *desc,
-                             struct kvf_transfer **transfer)
-KVF_NOEXCEPT;
-
-/**
- * Begins to write into slots that the destination opened. Mirrors Megatron-LM's
- * `begin_push_blocks`. The destination's kvferry fetches the bytes, so that no process writes
- * another one's memory. Never blocks.
- *
- * @param      agent     The agent.
- * @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
- * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
- *         changed then; KVF_ERR_UNSUPPORTED for a stream.
- *
- * # Safety
- * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
- * its pointers to what they say, @p transfer be writable.
- */
-kvf_status kvf_push_begin(struct kvf_agent *agent,
-                          const struct kvf_push_desc *desc,
-                          struct kvf_transfer **transfer)
-KVF_NOEXCEPT;
-
-/**
  * Makes a layout from a description.
  *
  * Only the form is checked here; kvf_agent_set_layout() checks that it fits its memory.
@@ -2843,6 +2804,46 @@ kvf_status kvf_ticket_decline(struct kvf_agent *agent,
                               const void *ticket,
                               size_t ticket_bytes,
                               int32_t cause)
+KVF_NOEXCEPT;
+
+/**
+ * Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. The
+ * sender skips exactly what is skipped here; a receive of nothing is born complete. Never blocks.
+ *
+ * @param      agent     The agent.
+ * @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
+ * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
+ * @return As kvf_import_begin().
+ *
+ * # Safety
+ * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
+ * what they say, @p transfer be writable.
+ */
+kvf_status kvf_receive_begin(struct kvf_agent *agent,
+                             const struct kvf_receive_desc *desc,
+                             struct kvf_transfer **transfer)
+KVF_NOEXCEPT;
+
+/**
+ * Begins to write into slots that the destination opened. Mirrors Megatron-LM's
+ * `begin_push_blocks`. The destination's kvferry fetches the bytes, so that no process writes
+ * another one's memory. Never blocks.
+ *
+ * @param      agent     The agent.
+ * @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
+ * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
+ * @return As kvf_publish(); KVF_ERR_INVALID_ARGUMENT also for bytes that are no offer, for an
+ *         offer of another engine and for a group that the destination wants and that is not
+ *         pushed; KVF_ERR_OUT_OF_RANGE also for tokens that it wants and that are not pushed;
+ *         KVF_ERR_PEER_LOST. Nothing has changed then.
+ *
+ * # Safety
+ * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
+ * its pointers to what they say, @p transfer be writable.
+ */
+kvf_status kvf_push_begin(struct kvf_agent *agent,
+                          const struct kvf_push_desc *desc,
+                          struct kvf_transfer **transfer)
 KVF_NOEXCEPT;
 
 /**

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{mpsc, oneshot};
@@ -358,19 +358,15 @@ impl Control {
             self.import_event(id, crate::session::reader::Event::Shutdown);
         }
         self.say_goodbye();
-        // What was queued for the sockets goes out; the peers hear of everything.
-        let deadline = Instant::now() + Duration::from_millis(200);
-        for remote in self.remotes.into_values() {
-            remote.close();
-        }
-        while tokio::runtime::Handle::current()
-            .metrics()
-            .num_alive_tasks()
-            > 0
-            && Instant::now() < deadline
-        {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        // What was queued for the sockets goes out, so that the peers hear of everything; one that
+        // does not read is not waited for.
+        let links: Vec<_> = self.remotes.into_values().filter_map(Remote::close).collect();
+        let written = async {
+            for link in links {
+                let _ = link.await;
+            }
+        };
+        let _ = tokio::time::timeout(Duration::from_millis(200), written).await;
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 use crate::error::{Error, Result, Status};
 use crate::transport::shm::PeerProcess;
@@ -69,7 +69,8 @@ impl Socket {
 /// Something to send.
 enum Outgoing {
     Bytes(Vec<u8>, Vec<OwnedFd>),
-    Close,
+    /// The sender is dropped when everything before it has been written.
+    Close(oneshot::Sender<()>),
 }
 
 /// What a link's tasks tell the core.
@@ -135,9 +136,12 @@ impl Link {
         self.socket.fd().try_clone_to_owned()
     }
 
-    /// Stops reading at once; what is queued is still written, then the connection closes.
-    pub fn finish(mut self) {
-        self.finishing = self.out.send(Outgoing::Close).is_ok();
+    /// Stops reading at once; what is queued is still written, then the connection closes. The
+    /// receiver is told when that is done.
+    pub fn finish(mut self) -> oneshot::Receiver<()> {
+        let (done, written) = oneshot::channel();
+        self.finishing = self.out.send(Outgoing::Close(done)).is_ok();
+        written
     }
 }
 

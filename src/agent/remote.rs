@@ -82,10 +82,11 @@ impl Remote {
         }
     }
 
-    /// Closes the link after what is queued on it.
-    pub fn close(self) {
-        if let LinkState::Up(link) = self.state {
-            link.finish();
+    /// Closes the link after what is queued on it; the receiver ends when it is written.
+    pub fn close(self) -> Option<tokio::sync::oneshot::Receiver<()>> {
+        match self.state {
+            LinkState::Up(link) => Some(link.finish()),
+            _ => None,
         }
     }
 }

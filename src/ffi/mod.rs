@@ -24,6 +24,7 @@ mod peer;
 mod plan;
 mod pool;
 mod publication;
+mod push;
 mod status;
 #[allow(dead_code)] // a tool box: each object's file takes its part
 pub(crate) mod structs;
@@ -45,6 +46,7 @@ pub use peer::*;
 pub use plan::*;
 pub use pool::*;
 pub use publication::*;
+pub use push::*;
 pub use status::*;
 #[cfg(feature = "testing")]
 pub use testing::*;
