@@ -69,7 +69,7 @@ impl Socket {
 /// Something to send.
 enum Outgoing {
     Bytes(Vec<u8>, Vec<OwnedFd>),
-    /// The sender is dropped when everything before it has been written.
+    /// Answered when everything before it has been written.
     Close(oneshot::Sender<()>),
 }
 
@@ -217,7 +217,14 @@ async fn write(
     mut queue: mpsc::UnboundedReceiver<Outgoing>,
     inbox: mpsc::Sender<(LinkId, Incoming)>,
 ) {
-    while let Some(Outgoing::Bytes(bytes, mut fds)) = queue.recv().await {
+    while let Some(outgoing) = queue.recv().await {
+        let (bytes, mut fds) = match outgoing {
+            Outgoing::Bytes(bytes, fds) => (bytes, fds),
+            Outgoing::Close(done) => {
+                let _ = done.send(());
+                return;
+            }
+        };
         let mut sent = 0;
         while sent < bytes.len() {
             // Descriptors beyond one call's worth go with the next byte.
