@@ -332,7 +332,10 @@ fn global_head(v: &View, local: u64) -> (u8, u64) {
     for s in &v.sections {
         let width = u64::from(s.total / v.shards);
         if local < start + width {
-            return (s.name.as_bytes()[0], u64::from(v.shard) * width + local - start);
+            return (
+                s.name.as_bytes()[0],
+                u64::from(v.shard) * width + local - start,
+            );
         }
         start += width;
     }
