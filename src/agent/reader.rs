@@ -289,6 +289,12 @@ impl Control {
             metadata::status(ended.status),
             format!("the source ended the publication: {}", ended.text),
         );
+        let publication = PublicationId {
+            source: agent,
+            key,
+            epoch: Epoch(ended.epoch),
+        };
+        self.notice_event(publication, crate::session::notice::Event::Ended);
         for (id, at) in self.jobs_from(agent) {
             let matches = self.imports.get(&id).is_some_and(|import| {
                 let job = &import.new.jobs[at].id;
