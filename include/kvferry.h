@@ -1863,9 +1863,10 @@ KVF_NOEXCEPT;
  * @param[in]  desc    Start from KVF_ENGINE_DESC_INIT. Not kept.
  * @param[out] engine  Receives the engine; end it with kvf_engine_destroy().
  * @return KVF_OK; KVF_ERR_STATE before the layout or the second time; KVF_ERR_GROUP_LOST when
- *         `exchange` failed; KVF_ERR_INCOMPATIBLE when a part of the model is missing or the
- *         ranks contradict each other; KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata and
- *         when this agent's own is not among them; KVF_ERR_DUPLICATE for a rank given twice.
+ *         `exchange` failed; KVF_ERR_INVALID_ARGUMENT when a part of the model is missing, with
+ *         what is, for bytes that are no metadata, and when this agent's own is not among them;
+ *         KVF_ERR_INCOMPATIBLE when the ranks contradict each other; KVF_ERR_DUPLICATE for a rank
+ *         given twice.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
@@ -2483,6 +2484,21 @@ size_t kvf_last_error(char *buf, size_t cap) KVF_NOEXCEPT;
  * Panics inside the boundary, to show that a panic becomes KVF_ERR_INTERNAL.
  */
 KVF_NODISCARD kvf_status kvf_testing_panic(void) KVF_NOEXCEPT;
+#endif
+
+#if defined(KVFERRY_FEATURE_TESTING)
+/**
+ * Arms a fault of this process: "NAME:kill" and "NAME:stop" send SIGKILL or SIGSTOP once when the
+ * named point is reached, "NAME:on" turns a named deviation on, "" disarms. The environment
+ * variable `KVF_FAULT` does the same from the start.
+ *
+ * @param[in] fault  NUL-terminated.
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for anything else.
+ *
+ * # Safety
+ * @p fault must be NULL or NUL-terminated.
+ */
+KVF_NODISCARD kvf_status kvf_testing_fault(const char *fault) KVF_NOEXCEPT;
 #endif
 
 /**

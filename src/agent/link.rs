@@ -87,6 +87,8 @@ pub(super) struct Link {
     out: mpsc::UnboundedSender<Outgoing>,
     reader: tokio::task::AbortHandle,
     writer: tokio::task::AbortHandle,
+    /// Waits for the end of the process at the other end.
+    pub watcher: Option<tokio::task::AbortHandle>,
     finishing: bool,
 }
 
@@ -110,6 +112,7 @@ impl Link {
             out,
             reader: read.abort_handle(),
             writer: write.abort_handle(),
+            watcher: None,
             finishing: false,
         }
     }
@@ -137,6 +140,9 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         self.reader.abort();
+        if let Some(watcher) = &self.watcher {
+            watcher.abort();
+        }
         if !self.finishing {
             self.writer.abort();
         }

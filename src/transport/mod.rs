@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::Result;
 use crate::memory::Pool;
+use crate::observe::fault;
 use crate::plan::{Binding, Cursor, Pattern};
 
 /// Where a publication's lease word is and what it says while the lease holds.
@@ -54,6 +55,9 @@ impl ReadJob {
     /// Appends the next pieces to `out`, together at most `max_bytes`; false: nothing is left, or
     /// the job was cancelled.
     pub fn next(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> bool {
+        if self.moved() > 0 {
+            fault::point("mid_copy");
+        }
         let mut position = self.position.lock().unwrap_or_else(PoisonError::into_inner);
         let (at, cursor) = &mut *position;
         while !self.is_cancelled()
