@@ -368,7 +368,11 @@ impl Control {
         self.say_goodbye();
         // What was queued for the sockets goes out, so that the peers hear of everything; one that
         // does not read is not waited for.
-        let links: Vec<_> = self.remotes.into_values().filter_map(Remote::close).collect();
+        let links: Vec<_> = self
+            .remotes
+            .into_values()
+            .filter_map(Remote::close)
+            .collect();
         let written = async {
             for link in links {
                 let _ = link.await;

@@ -16,6 +16,7 @@ use super::ticket::key;
 use crate::error::Status;
 use crate::ids::{Consumer, Epoch, Incarnation, Key, PublicationId};
 use crate::memory::Lease;
+use crate::observe::fault;
 use crate::plan::{Plan, Policy};
 use crate::session::source::{Action, Event, Publication};
 use crate::session::{End, Now};
@@ -149,6 +150,7 @@ impl Control {
             match action {
                 Action::Revoke => {
                     self.shared.leases.revoke(lease);
+                    fault::point("after_revoke");
                 }
                 Action::Ack(consumer) => self.ack(consumer.incarnation, id),
                 Action::Tell(consumer, end) => self.tell_ended(consumer.incarnation, id, &end),
@@ -180,6 +182,7 @@ impl Control {
     }
 
     fn ack(&self, agent: Incarnation, id: PublicationId) {
+        fault::point("before_ack");
         let ack = wire::FinishedAck {
             key: Some(id.key.into()),
             epoch: id.epoch.0,
