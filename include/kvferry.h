@@ -2881,6 +2881,21 @@ size_t kvf_last_error(char *buf, size_t cap) KVF_NOEXCEPT;
 KVF_NODISCARD kvf_status kvf_testing_panic(void) KVF_NOEXCEPT;
 #endif
 
+#if defined(KVFERRY_FEATURE_TESTING)
+/**
+ * Arms a fault of this process: "NAME:kill" and "NAME:stop" send SIGKILL or SIGSTOP once when the
+ * named point is reached, "NAME:on" turns a named deviation on, "" disarms. The environment
+ * variable `KVF_FAULT` does the same from the start.
+ *
+ * @param[in] fault  NUL-terminated.
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for anything else.
+ *
+ * # Safety
+ * @p fault must be NULL or NUL-terminated.
+ */
+KVF_NODISCARD kvf_status kvf_testing_fault(const char *fault) KVF_NOEXCEPT;
+#endif
+
 /**
  * Makes a transceiver for an engine's rank.
  *

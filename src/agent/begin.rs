@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::api::{
@@ -26,6 +26,7 @@ use crate::error::{Result, Status};
 use crate::ids::{Epoch, PublicationId};
 use crate::layout::{GroupKind, Layout};
 use crate::memory::Lease;
+use crate::observe::fault;
 use crate::plan::{Binding, Pair, Request};
 use crate::session::End;
 use crate::transport::ReadJob;
@@ -48,7 +49,8 @@ pub(super) struct ImportCell {
     /// Bytes of each part, over all sources that are bound.
     pub part_bytes: Mutex<Vec<u64>>,
     pub jobs: Mutex<Vec<Arc<ReadJob>>>,
-    pub submitted: AtomicU32,
+    /// For each part: bytes of it were given to a data path.
+    pub submitted: Mutex<Vec<bool>>,
     pub transport: Mutex<&'static str>,
     pub aux: Mutex<Vec<u8>>,
     pub slots: Vec<GroupSlots>,
@@ -58,6 +60,15 @@ pub(super) struct ImportCell {
 }
 
 impl ImportCell {
+    /// A job of these parts goes to a data path.
+    pub fn submit(&self, parts: &[usize], transport: &'static str) {
+        let mut submitted = super::lock(&self.submitted);
+        for part in parts {
+            submitted[*part] = true;
+        }
+        *super::lock(&self.transport) = transport;
+    }
+
     pub fn ended_now(&self) {
         let ns = self.started.elapsed().as_nanos().max(1) as u64;
         let _ = self
@@ -67,7 +78,9 @@ impl ImportCell {
 
     /// Fills in what an import adds to its outcome.
     pub fn describe(&self, info: &mut TransferInfo) {
-        info.submitted = self.submitted.load(Ordering::Relaxed);
+        let submitted = super::lock(&self.submitted);
+        info.submitted = submitted.iter().filter(|s| **s).count() as u32;
+        drop(submitted);
         info.elapsed_ns = self.elapsed_ns.load(Ordering::Relaxed);
         info.transport = *super::lock(&self.transport);
         let bytes = super::lock(&self.part_bytes).clone();
@@ -181,10 +194,12 @@ pub(super) fn import(
                 epoch: Epoch(0),
             },
             job: None,
+            parts: Vec::new(),
         };
         if let Some((bindings, entry)) = bound {
             job.id.epoch = Epoch(entry.epoch);
             add_part_bytes(&mut part_bytes, &bindings);
+            job.parts = parts_moved(pair, &wants, &bindings);
             let bindings = bindings.into_iter().map(|(_, b)| b).collect();
             job.job = Some(Arc::new(ReadJob::new(
                 bindings,
@@ -204,10 +219,10 @@ pub(super) fn import(
             shared.events.clone(),
             observer,
         ),
-        parts,
         part_bytes: Mutex::new(part_bytes),
         jobs: Mutex::new(jobs.iter().filter_map(|j| j.job.clone()).collect()),
-        submitted: AtomicU32::new(0),
+        submitted: Mutex::new(vec![false; parts.len()]),
+        parts,
         transport: Mutex::new(""),
         aux: Mutex::new(ticket.aux),
         slots,
@@ -238,7 +253,9 @@ pub(super) fn import(
 }
 
 pub(super) fn wants_nothing(wants: &Wants) -> bool {
-    wants.states.is_empty() && wants.groups.iter().all(|g| g.skip_token >= g.token_end)
+    wants.states.is_empty()
+        && wants.groups.iter().all(|g| g.skip_token >= g.token_end)
+        && !fault::deviates("submit_empty")
 }
 
 /// Ends an import inside its begin call if nothing has to be moved, or little and everything is
@@ -253,7 +270,7 @@ fn run_small(
     let mut bytes = 0;
     for new in jobs {
         let Some(job) = &new.job else { return false };
-        if job.bytes() == 0 {
+        if new.parts.is_empty() {
             continue;
         }
         bytes += job.bytes();
@@ -263,12 +280,11 @@ fn run_small(
         if bytes > path.inline_bytes() {
             return false;
         }
-        ready.push((path, job.clone()));
+        ready.push((path, job.clone(), &new.parts));
     }
     let mut end = End::ok();
-    for (path, job) in ready {
-        cell.submitted.fetch_add(1, Ordering::Relaxed);
-        *super::lock(&cell.transport) = path.name();
+    for (path, job, parts) in ready {
+        cell.submit(parts, path.name());
         end = run_inline(&*path, &job);
         if !end.is_ok() {
             break;
@@ -333,6 +349,19 @@ pub(super) fn parts_of(wants: &Wants) -> Vec<(u32, PartKind, bool)> {
         .iter()
         .map(|s| (s.group, PartKind::State, true));
     groups.chain(states).collect()
+}
+
+/// The parts that a source's bindings move bytes of; a part with nothing to move is not submitted.
+pub(super) fn parts_moved(pair: &Pair, wants: &Wants, bindings: &[(usize, Binding)]) -> Vec<usize> {
+    if fault::deviates("submit_empty") {
+        let groups = groups_of(wants).into_iter().enumerate();
+        return groups
+            .filter(|(_, group)| pair.moves(*group as usize))
+            .map(|(part, _)| part)
+            .collect();
+    }
+    let moving = bindings.iter().filter(|(_, binding)| binding.bytes() > 0);
+    moving.map(|(part, _)| *part).collect()
 }
 
 pub(super) fn add_part_bytes(part_bytes: &mut [u64], bindings: &[(usize, Binding)]) {

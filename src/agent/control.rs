@@ -173,7 +173,13 @@ impl Control {
         };
         let sleep = tokio::time::sleep(Duration::ZERO);
         tokio::pin!(sleep);
+        let mut turns = 0u32;
         while control.stopping.is_none() {
+            // A flood of messages must not keep deadlines waiting for ever.
+            turns = turns.wrapping_add(1);
+            if turns.is_multiple_of(256) {
+                control.fire_timers();
+            }
             let next = control.timers.next();
             if let Some(at) = next {
                 let at = tokio::time::Instant::from_std(control.shared.instant(at));
@@ -218,7 +224,9 @@ impl Control {
                 }
                 Timer::Awaiting(key) => self.publications.forget_awaiting(key),
                 Timer::Import(id) => self.import_event(id, crate::session::reader::Event::Tick),
-                Timer::Notice(id) => self.notice_due(id),
+                Timer::Notice(id) => {
+                    self.notice_event(id, crate::session::notice::Event::Tick);
+                }
                 Timer::Remote(agent) => self.remote_due(agent, now.saturating_sub(at)),
                 Timer::Greeting(link) => self.greeting_late(link),
                 Timer::Pool(pool) => self.pool_late(pool),
@@ -360,7 +368,11 @@ impl Control {
         self.say_goodbye();
         // What was queued for the sockets goes out, so that the peers hear of everything; one that
         // does not read is not waited for.
-        let links: Vec<_> = self.remotes.into_values().filter_map(Remote::close).collect();
+        let links: Vec<_> = self
+            .remotes
+            .into_values()
+            .filter_map(Remote::close)
+            .collect();
         let written = async {
             for link in links {
                 let _ = link.await;

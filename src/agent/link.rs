@@ -89,6 +89,8 @@ pub(super) struct Link {
     socket: Arc<Socket>,
     reader: tokio::task::AbortHandle,
     writer: tokio::task::AbortHandle,
+    /// Waits for the end of the process at the other end.
+    pub watcher: Option<tokio::task::AbortHandle>,
     finishing: bool,
 }
 
@@ -113,6 +115,7 @@ impl Link {
             socket,
             reader: read.abort_handle(),
             writer: write.abort_handle(),
+            watcher: None,
             finishing: false,
         }
     }
@@ -148,6 +151,9 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         self.reader.abort();
+        if let Some(watcher) = &self.watcher {
+            watcher.abort();
+        }
         if !self.finishing {
             self.writer.abort();
         }

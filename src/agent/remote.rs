@@ -227,10 +227,11 @@ impl Control {
         };
         let id = self.next_link;
         self.next_link += 1;
-        if let Some(process) = &process {
-            watch(id, process.clone(), self.died.clone());
+        let mut link = Link::start(id, socket, process.clone(), self.inbox.clone());
+        if let Some(process) = process {
+            link.watcher = watch(id, process, self.died.clone());
         }
-        Ok(Link::start(id, socket, process, self.inbox.clone()))
+        Ok(link)
     }
 
     /// An attempt failed. Nobody listening is as good as a death notice: the name or port is held
@@ -762,15 +763,15 @@ fn watch(
     link: LinkId,
     process: Arc<PeerProcess>,
     died: tokio::sync::mpsc::UnboundedSender<LinkId>,
-) {
-    let Ok(pidfd) = process.as_fd().try_clone_to_owned() else {
-        return; // the heartbeats will tell
-    };
-    tokio::spawn(async move {
+) -> Option<tokio::task::AbortHandle> {
+    // Without a descriptor the heartbeats will tell.
+    let pidfd = process.as_fd().try_clone_to_owned().ok()?;
+    let task = tokio::spawn(async move {
         if crate::runtime::readable(pidfd).await.is_ok() {
             let _ = died.send(link);
         }
     });
+    Some(task.abort_handle())
 }
 
 /// Whether the configuration (empty = all) and `KVFERRY_TRANSPORTS` (unset = all) allow it.

@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::error::{Error, Result, Status};
 use crate::memory::Pool;
+use crate::observe::fault;
 use crate::plan::{Binding, Cursor, Pattern};
 use crate::runtime::Wake;
 use crate::wire;
@@ -76,6 +77,9 @@ impl ReadJob {
 
     /// As [`Self::next`]; tells where the pieces begin: index of the binding and position in it.
     pub fn next_at(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> Option<(usize, Cursor)> {
+        if self.moved() > 0 {
+            fault::point("mid_copy");
+        }
         let mut position = self.position.lock().unwrap_or_else(PoisonError::into_inner);
         let (at, cursor) = &mut *position;
         while !self.is_cancelled()

@@ -159,10 +159,10 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--quiet-s", options.quiet_s,
                  "Longest wait for a quiet moment before each repetition, in seconds")
-      ->check(CLI::Range(0, 3600))
+      ->check(CLI::Range(0.0, 3600.0))
       ->capture_default_str();
   app.add_option("--idle-s", options.idle_s, "Length of the scenario idle, in seconds")
-      ->check(CLI::Range(1, 3600))
+      ->check(CLI::Range(0.1, 3600.0))
       ->capture_default_str();
   app.add_option("--pin-source", options.pin_source, "CPUs of the source process, as in 0,1")
       ->delimiter(',');

@@ -180,10 +180,9 @@ Bytes RemoteSource::publish(const std::vector<std::int32_t>& slots) {
 }
 
 std::vector<Bytes> RemoteSource::publish_each(const std::vector<std::int32_t>& slots) {
+  const Json reply = child_.call({{"do", "publish_each"}, {"slots", slots}});
   std::vector<Bytes> tickets;
-  for (const Json& ticket : child_.call({{"do", "publish_each"}, {"slots", slots}})["tickets"]) {
-    tickets.push_back(as_bytes(ticket));
-  }
+  for (const Json& ticket : reply["tickets"]) tickets.push_back(as_bytes(ticket));
   return tickets;
 }
 
