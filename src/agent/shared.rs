@@ -21,6 +21,7 @@ use crate::error::{Result, Status};
 use crate::ids::Incarnation;
 use crate::layout::{Invariants, Layout};
 use crate::memory::{LeaseTable, Pool};
+use crate::observe::metrics::Metrics;
 use crate::runtime::{EventQueue, Workers};
 use crate::session::{End, Now};
 
@@ -38,6 +39,7 @@ pub(super) struct Shared {
     pub workers: Workers,
     pub data: DataConnections,
     pub log: Log,
+    pub metrics: Metrics,
     next_id: AtomicU64,
     next_pool: AtomicU32,
     /// New operations are refused (drain, shutdown, caught panic).
@@ -96,6 +98,7 @@ impl Shared {
         workers: Workers,
         log: Log,
     ) -> Result<Self> {
+        let metrics = Metrics::new(&config.name)?;
         Ok(Self {
             config,
             incarnation,
@@ -109,6 +112,7 @@ impl Shared {
             workers,
             data: DataConnections::default(),
             log,
+            metrics,
             next_id: AtomicU64::new(1),
             next_pool: AtomicU32::new(1),
             closed: AtomicBool::new(false),
