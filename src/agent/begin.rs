@@ -123,7 +123,7 @@ pub(super) fn import(
     let mut state = shared.lock();
     let own = state.engine()?;
     let pairs: Vec<Arc<Pair>> = peer
-        .plan
+        .inward()?
         .sources_of(own.index, ticket.dp_rank)?
         .cloned()
         .collect();
@@ -489,12 +489,13 @@ pub(super) fn bind(
                 entry.rank
             );
         };
-        if want.skip_token < published.token_begin || want.token_end > published.token_end {
+        let first = pair.needed_from(want.group as usize, want.skip_token, want.token_end);
+        if first < published.token_begin || want.token_end > published.token_end {
             bail!(
                 KVF_ERR_OUT_OF_RANGE,
                 "group {}: tokens {}..{} are wanted, source rank {} published {}..{}",
                 want.group,
-                want.skip_token,
+                first,
                 want.token_end,
                 entry.rank,
                 published.token_begin,
