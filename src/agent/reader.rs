@@ -7,15 +7,19 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::begin::{ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_of, resolve_ends};
+use super::begin::{
+    ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_of, parts_moved, resolve_ends,
+};
 use super::control::{Command, Control, Timer};
 use super::notices::Finished;
 use super::peers::Route;
+use super::serving::data_open;
 use super::ticket::{decode_ticket, entry_of, key};
 use super::{lock, metadata};
 use crate::error::{Error, Status};
 use crate::ids::{Epoch, Incarnation, PublicationId};
 use crate::memory::Pool;
+use crate::observe::fault;
 use crate::plan::Pair;
 use crate::session::reader::{self, Action, Event};
 use crate::session::{End, Now};
@@ -28,6 +32,8 @@ pub(super) struct NewJob {
     /// Epoch 0: the source has to be asked what it published.
     pub id: PublicationId,
     pub job: Option<Arc<ReadJob>>,
+    /// Parts of the import that the job moves bytes of.
+    pub parts: Vec<usize>,
 }
 
 /// An import on its way to the control thread.
@@ -184,7 +190,7 @@ impl Control {
             key: Some(new.id.key.into()),
             epoch: new.id.epoch.0,
         };
-        if job.bytes() == 0 {
+        if new.parts.is_empty() {
             return self.import_event(id, Event::Stopped(at, End::ok()));
         }
         let path = match route.get() {
@@ -199,10 +205,10 @@ impl Control {
             }
         };
         let cell = &import.new.cell;
-        cell.submitted.fetch_add(1, Ordering::Relaxed);
-        *lock(&cell.transport) = path.name();
+        cell.submit(&new.parts, path.name());
         let priority = import.new.priority;
         self.send_to(new.id.source, Body::Claim(claim));
+        fault::point("claimed");
         let workers = self.shared.workers.count() as u64;
         let share = job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
         let run = Arc::new(Run {
@@ -288,6 +294,12 @@ impl Control {
             metadata::status(ended.status),
             format!("the source ended the publication: {}", ended.text),
         );
+        let publication = PublicationId {
+            source: agent,
+            key,
+            epoch: Epoch(ended.epoch),
+        };
+        self.notice_event(publication, crate::session::notice::Event::Ended);
         for (id, at) in self.jobs_from(agent) {
             let matches = self.imports.get(&id).is_some_and(|import| {
                 let job = &import.new.jobs[at].id;
@@ -327,8 +339,11 @@ impl Control {
         match bind(&new.jobs[at].pair, &new.wants, entry) {
             Ok(bindings) => {
                 add_part_bytes(&mut lock(&new.cell.part_bytes), &bindings);
+                new.jobs[at].parts = parts_moved(&new.jobs[at].pair, &new.wants, &bindings);
                 let bindings = bindings.into_iter().map(|(_, b)| b).collect();
-                let job = Arc::new(ReadJob::new(bindings, new.pools.clone(), lease_of(entry)));
+                let request = data_open(&new.wants, new.cell.cell.key, entry.epoch);
+                let (pools, lease) = (new.pools.clone(), lease_of(entry));
+                let job = Arc::new(ReadJob::new(bindings, pools, lease, request));
                 lock(&new.cell.jobs).push(job.clone());
                 new.jobs[at].job = Some(job);
                 self.try_start(id, at);
@@ -397,6 +412,7 @@ impl Control {
                     pair,
                     id,
                     job: None,
+                    parts: Vec::new(),
                 });
             }
             import.machine.expect(import.new.jobs.len());
@@ -469,7 +485,10 @@ fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>) -> End {
             format!("stopped after {} of {} bytes", job.moved(), job.bytes()),
         );
     }
-    match path.attest(job) {
+    fault::point("before_attest");
+    let attested = path.attest(job);
+    fault::point("after_attest");
+    match attested {
         Ok(true) => End::ok(),
         Ok(false) => End::new(
             Status::KVF_ERR_EXPIRED,
