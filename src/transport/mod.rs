@@ -22,11 +22,24 @@ pub use crate::memory::Lease as LeaseRef;
 /// Longest piece that is copied without looking at the cancel flag, in bytes.
 pub const PIECE_BYTES: u64 = 4 << 20;
 
+/// What is left of a job is handed out in parts of this fraction, so that several workers end at
+/// about the same time however late one of them started or how often it is held up.
+const SHARE: u64 = 8;
+
+/// How far a job has been handed out.
+#[derive(Debug, Default)]
+struct Position {
+    binding: usize,
+    cursor: Cursor,
+    taken: u64,
+}
+
 /// The part of a transfer that reads from one source agent under one lease.
 #[derive(Debug)]
 pub struct ReadJob {
     bindings: Vec<Binding>,
-    position: Mutex<(usize, Cursor)>,
+    bytes: u64,
+    position: Mutex<Position>,
     pools: BTreeMap<u32, Arc<Pool>>,
     lease: LeaseRef,
     cancelled: AtomicBool,
@@ -37,6 +50,7 @@ impl ReadJob {
     /// A job over all `bindings`, writing into our `pools`.
     pub fn new(bindings: Vec<Binding>, pools: BTreeMap<u32, Arc<Pool>>, lease: LeaseRef) -> Self {
         Self {
+            bytes: bindings.iter().map(Binding::bytes).sum(),
             bindings,
             position: Mutex::default(),
             pools,
@@ -48,21 +62,24 @@ impl ReadJob {
 
     /// Bytes that the whole job moves.
     pub fn bytes(&self) -> u64 {
-        self.bindings.iter().map(Binding::bytes).sum()
+        self.bytes
     }
 
-    /// Appends the next pieces to `out`, together at most `max_bytes`; false: nothing is left, or
-    /// the job was cancelled.
-    pub fn next(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> bool {
-        let mut position = self.position.lock().unwrap_or_else(PoisonError::into_inner);
-        let (at, cursor) = &mut *position;
+    /// Appends the next pieces to `out`: a share of what is left, at least `least` bytes if there
+    /// are as many, at most [`PIECE_BYTES`]; false: nothing is left, or the job was cancelled.
+    pub fn next(&self, least: u64, out: &mut Vec<Pattern>) -> bool {
+        let mut at = self.position.lock().unwrap_or_else(PoisonError::into_inner);
+        let share = self.bytes.saturating_sub(at.taken) / SHARE;
+        let max_bytes = share.max(least).min(PIECE_BYTES);
         while !self.is_cancelled()
-            && let Some(binding) = self.bindings.get(*at)
+            && let Some(binding) = self.bindings.get(at.binding)
         {
-            if binding.take(cursor, max_bytes.min(PIECE_BYTES), out) > 0 {
+            let taken = binding.take(&mut at.cursor, max_bytes, out);
+            if taken > 0 {
+                at.taken += taken;
                 return true;
             }
-            (*at, *cursor) = (*at + 1, Cursor::default());
+            (at.binding, at.cursor) = (at.binding + 1, Cursor::default());
         }
         false
     }
