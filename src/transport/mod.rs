@@ -22,10 +22,6 @@ pub use crate::memory::Lease as LeaseRef;
 /// Longest piece that is copied without looking at the cancel flag, in bytes.
 pub const PIECE_BYTES: u64 = 4 << 20;
 
-/// What is left of a job is handed out in parts of this fraction, so that several workers end at
-/// about the same time however late one of them started or how often it is held up.
-const SHARE: u64 = 8;
-
 /// How far a job has been handed out.
 #[derive(Debug, Default)]
 struct Position {
@@ -42,6 +38,7 @@ pub struct ReadJob {
     position: Mutex<Position>,
     pools: BTreeMap<u32, Arc<Pool>>,
     lease: LeaseRef,
+    workers: AtomicU64,
     cancelled: AtomicBool,
     moved: AtomicU64,
 }
@@ -55,6 +52,7 @@ impl ReadJob {
             position: Mutex::default(),
             pools,
             lease,
+            workers: AtomicU64::new(1),
             cancelled: AtomicBool::new(false),
             moved: AtomicU64::new(0),
         }
@@ -65,11 +63,21 @@ impl ReadJob {
         self.bytes
     }
 
-    /// Appends the next pieces to `out`: a share of what is left, at least `least` bytes if there
-    /// are as many, at most [`PIECE_BYTES`]; false: nothing is left, or the job was cancelled.
+    /// Says how many workers will serve the job; 1 as long as nobody does.
+    pub fn shared_by(&self, workers: usize) {
+        self.workers.store(workers.max(1) as u64, Ordering::Relaxed);
+    }
+
+    /// Appends the next pieces to `out`: about half of one worker's part of what is left, so that
+    /// several end at about the same time, however late one of them started or how often it was
+    /// held up; at least `least` bytes if there are as many, at most [`PIECE_BYTES`]. False:
+    /// nothing is left, or the job was cancelled.
     pub fn next(&self, least: u64, out: &mut Vec<Pattern>) -> bool {
         let mut at = self.position.lock().unwrap_or_else(PoisonError::into_inner);
-        let share = self.bytes.saturating_sub(at.taken) / SHARE;
+        let share = match self.workers.load(Ordering::Relaxed) {
+            1 => PIECE_BYTES,
+            workers => self.bytes.saturating_sub(at.taken) / (2 * workers),
+        };
         let max_bytes = share.max(least).min(PIECE_BYTES);
         while !self.is_cancelled()
             && let Some(binding) = self.bindings.get(at.binding)
