@@ -417,6 +417,7 @@ struct AgentConfig {
   std::vector<std::uint32_t> affinity;
   Nanoseconds connect{0}, peer_silence{0}, heartbeat{0}, claim{0}, lease{0}, transfer{0};
   std::uint32_t max_publications = 0;
+  Nanoseconds spin{0};
   // Receives lines up to `log_level`, on kvferry's threads; must not throw or call kvferry.
   std::function<void(std::uint32_t level, const char* text)> log;
   std::uint32_t log_level = KVF_LOG_OFF;
@@ -493,6 +494,7 @@ class Agent {
     c.lease_ns = detail::ns(config.lease);
     c.transfer_ns = detail::ns(config.transfer);
     c.max_publications = config.max_publications;
+    c.spin_ns = detail::ns(config.spin);
     c.log_level = config.log_level;
     if (log_) {
       c.log = &Agent::on_log;

@@ -17,6 +17,7 @@ use super::metadata::incarnation;
 use super::notices::Finished;
 use super::peers::PeerShared;
 use super::reader::{NewImport, NewJob, run_inline};
+use super::serving::data_open;
 use super::shared::{Shared, State, remember};
 use super::slots::GroupSlots;
 use super::ticket::{decode_ticket, entry_of, key};
@@ -43,7 +44,8 @@ pub(super) struct Wants {
 #[derive(Debug)]
 pub(super) struct ImportCell {
     pub cell: Cell,
-    pub parts: Vec<(u32, PartKind)>,
+    /// Group, kind, whether anything is wanted.
+    pub parts: Vec<(u32, PartKind, bool)>,
     /// Bytes of each part, over all sources that are bound.
     pub part_bytes: Mutex<Vec<u64>>,
     pub jobs: Mutex<Vec<Arc<ReadJob>>>,
@@ -87,9 +89,11 @@ impl ImportCell {
             Outcome::Done => info.bytes_total,
             _ => super::lock(&self.jobs).iter().map(|j| j.moved()).sum(),
         };
-        let state = |bytes| match info.outcome {
+        // What a part moves is known once its sources are; that it moves nothing, before.
+        let state = |wanted: bool, bytes: u64| match info.outcome {
+            _ if !wanted => PartState::NotNeeded,
             Outcome::Pending => PartState::InProgress,
-            _ if bytes == 0 => PartState::NotNeeded,
+            Outcome::Done if bytes == 0 => PartState::NotNeeded,
             Outcome::Done => PartState::Done,
             _ => PartState::Failed,
         };
@@ -99,11 +103,11 @@ impl ImportCell {
         };
         let parts = self.parts.iter().zip(bytes);
         info.parts = parts
-            .map(|((group, kind), bytes)| PartInfo {
+            .map(|((group, kind, wanted), bytes)| PartInfo {
                 group: *group,
                 kind: *kind,
-                state: state(bytes),
-                cause: cause(state(bytes)),
+                state: state(*wanted, bytes),
+                cause: cause(state(*wanted, bytes)),
                 bytes,
             })
             .collect();
@@ -201,6 +205,7 @@ pub(super) fn import(
                 bindings,
                 pool_map.clone(),
                 lease_of(entry),
+                data_open(&wants, key(ticket.key), entry.epoch),
             )));
         }
         jobs.push(job);
@@ -333,9 +338,16 @@ pub(super) fn groups_of(wants: &Wants) -> Vec<u32> {
     groups.chain(wants.states.iter().map(|s| s.group)).collect()
 }
 
-pub(super) fn parts_of(wants: &Wants) -> Vec<(u32, PartKind)> {
-    let groups = wants.groups.iter().map(|g| (g.group, PartKind::Paged));
-    let states = wants.states.iter().map(|s| (s.group, PartKind::State));
+/// Group, kind and whether anything is wanted of each part.
+pub(super) fn parts_of(wants: &Wants) -> Vec<(u32, PartKind, bool)> {
+    let groups = wants
+        .groups
+        .iter()
+        .map(|g| (g.group, PartKind::Paged, g.skip_token < g.token_end));
+    let states = wants
+        .states
+        .iter()
+        .map(|s| (s.group, PartKind::State, true));
     groups.chain(states).collect()
 }
 

@@ -13,6 +13,7 @@ use super::begin::{
 use super::control::{Command, Control, Timer};
 use super::notices::Finished;
 use super::peers::Route;
+use super::serving::data_open;
 use super::ticket::{decode_ticket, entry_of, key};
 use super::{lock, metadata};
 use crate::error::{Error, Status};
@@ -293,6 +294,12 @@ impl Control {
             metadata::status(ended.status),
             format!("the source ended the publication: {}", ended.text),
         );
+        let publication = PublicationId {
+            source: agent,
+            key,
+            epoch: Epoch(ended.epoch),
+        };
+        self.notice_event(publication, crate::session::notice::Event::Ended);
         for (id, at) in self.jobs_from(agent) {
             let matches = self.imports.get(&id).is_some_and(|import| {
                 let job = &import.new.jobs[at].id;
@@ -334,7 +341,9 @@ impl Control {
                 add_part_bytes(&mut lock(&new.cell.part_bytes), &bindings);
                 new.jobs[at].parts = parts_moved(&new.jobs[at].pair, &new.wants, &bindings);
                 let bindings = bindings.into_iter().map(|(_, b)| b).collect();
-                let job = Arc::new(ReadJob::new(bindings, new.pools.clone(), lease_of(entry)));
+                let request = data_open(&new.wants, new.cell.cell.key, entry.epoch);
+                let (pools, lease) = (new.pools.clone(), lease_of(entry));
+                let job = Arc::new(ReadJob::new(bindings, pools, lease, request));
                 lock(&new.cell.jobs).push(job.clone());
                 new.jobs[at].job = Some(job);
                 self.try_start(id, at);
@@ -385,27 +394,27 @@ impl Control {
             .get(&id)
             .is_some_and(|i| !i.new.jobs.is_empty());
         if !known {
-            let (routes, pairs) = self.inward_pairs(agent, ticket.dp_rank)?;
+            let senders = self.inward_pairs(agent, ticket.dp_rank)?;
             let Some(import) = self.imports.get_mut(&id) else {
                 return Ok(());
             };
             check_prefix(import.new.wants.prefix_tag, ticket)?;
             resolve_ends(&mut import.new.wants, ticket)?;
             *lock(&import.new.cell.aux) = ticket.aux.clone();
-            import.new.jobs = pairs
-                .into_iter()
-                .map(|(source, pair)| NewJob {
+            for (route, pair) in senders {
+                let id = PublicationId {
+                    source: route.incarnation,
+                    key: key(ticket.key),
+                    epoch: Epoch(0),
+                };
+                import.new.routes.push(route);
+                import.new.jobs.push(NewJob {
                     pair,
-                    id: PublicationId {
-                        source,
-                        key: key(ticket.key),
-                        epoch: Epoch(0),
-                    },
+                    id,
                     job: None,
                     parts: Vec::new(),
-                })
-                .collect();
-            import.new.routes = routes;
+                });
+            }
             import.machine.expect(import.new.jobs.len());
         }
         let Some(import) = self.imports.get(&id) else {

@@ -59,6 +59,27 @@ pub struct Cursor {
     taken: u64,
 }
 
+impl Cursor {
+    /// The position as numbers, for a peer that derives the same binding: piece, segment, bytes.
+    pub fn to_parts(self) -> (u64, u64, u64) {
+        (self.piece as u64, self.segment as u64, self.taken)
+    }
+
+    /// A position that a peer named. One that does not exist in a binding is its end.
+    pub fn from_parts(piece: u64, segment: u64, taken: u64) -> Self {
+        let number = |n: u64| {
+            usize::try_from(n)
+                .unwrap_or(usize::MAX >> 1)
+                .min(usize::MAX >> 1)
+        };
+        Self {
+            piece: number(piece),
+            segment: number(segment),
+            taken: taken.min(1 << 60),
+        }
+    }
+}
+
 impl Binding {
     /// Checks tables and token range against the pair's two layouts and binds them.
     ///

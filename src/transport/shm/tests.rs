@@ -173,7 +173,12 @@ impl SourceProcess {
     }
 
     fn job(&self) -> ReadJob {
-        ReadJob::new(Vec::new(), BTreeMap::new(), self.lease)
+        ReadJob::new(
+            Vec::new(),
+            BTreeMap::new(),
+            self.lease,
+            crate::wire::DataOpen::default(),
+        )
     }
 
     fn kill(&mut self) {
@@ -260,6 +265,7 @@ fn a_job_is_shared_by_workers_and_attested() {
             Cache::bindings(keys, values),
             BTreeMap::from([(1, dst.pool.clone())]),
             source.lease,
+            crate::wire::DataOpen::default(),
         );
         assert_eq!(job.bytes(), Cache::MOVED);
         std::thread::scope(|scope| {
@@ -276,7 +282,12 @@ fn a_job_is_shared_by_workers_and_attested() {
     source.kill();
     let dst = Destination::new(2 * Cache::BYTES as usize);
     let pools = BTreeMap::from([(1, dst.pool.clone())]);
-    let job = ReadJob::new(Cache::bindings(MAPPED, PRIVATE), pools, source.lease);
+    let job = ReadJob::new(
+        Cache::bindings(MAPPED, PRIVATE),
+        pools,
+        source.lease,
+        crate::wire::DataOpen::default(),
+    );
     let err = source.path.run(&job).unwrap_err();
     assert_eq!(err.status, Status::KVF_ERR_PEER_LOST, "{err}");
     job.cancel();
@@ -349,7 +360,14 @@ fn a_revoked_lease_is_not_attested_on_either_way() {
                 leases.view = None;
             }
         });
-        let job = |lease| ReadJob::new(Vec::new(), BTreeMap::new(), lease);
+        let job = |lease| {
+            ReadJob::new(
+                Vec::new(),
+                BTreeMap::new(),
+                lease,
+                crate::wire::DataOpen::default(),
+            )
+        };
         let LeaseRef { index, generation } = source.lease;
         assert!(source.path.attest(&job(source.lease)).unwrap());
         let later = LeaseRef {
