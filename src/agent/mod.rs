@@ -8,6 +8,7 @@ mod api;
 mod begin;
 mod cells;
 mod control;
+mod group;
 mod link;
 mod log;
 mod metadata;
@@ -32,6 +33,7 @@ use std::time::{Duration, Instant};
 
 pub use api::*;
 pub use cells::{Notice, Observer};
+pub use group::GroupEvents;
 pub use log::LogSink;
 
 use crate::bail;
@@ -297,7 +299,7 @@ impl Agent {
         };
         let invariants = Invariants::of(&info.layouts())?;
         state.engine = Some(Arc::new(OwnEngine {
-            info,
+            info: Arc::new(info),
             metadata,
             invariants,
             index,

@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use super::api::{AgentConfig, Event};
 use super::begin::ImportCell;
 use super::control::Command;
+use super::group::Board;
 use super::log::Log;
 use super::metadata::EngineInfo;
 use super::peers::Route;
@@ -37,6 +38,7 @@ pub(super) struct Shared {
     pub commands: mpsc::UnboundedSender<Command>,
     pub workers: Workers,
     pub data: DataConnections,
+    pub groups: Mutex<Board>,
     pub log: Log,
     next_id: AtomicU64,
     next_pool: AtomicU32,
@@ -77,7 +79,7 @@ pub(super) struct PoolEntry {
 
 /// The engine that this agent is a rank of.
 pub(super) struct OwnEngine {
-    pub info: EngineInfo,
+    pub info: Arc<EngineInfo>,
     pub metadata: Vec<u8>,
     pub invariants: Invariants,
     /// Our place in `info.ranks`.
@@ -108,6 +110,7 @@ impl Shared {
             commands,
             workers,
             data: DataConnections::default(),
+            groups: Mutex::default(),
             log,
             next_id: AtomicU64::new(1),
             next_pool: AtomicU32::new(1),
@@ -151,6 +154,8 @@ impl Shared {
         for cell in state.published.values().filter_map(Weak::upgrade) {
             cell.cell.end(end.clone());
         }
+        drop(state);
+        super::group::fail_all(self, &end);
     }
 
     pub fn check_open(&self) -> Result<()> {
