@@ -62,7 +62,7 @@ impl Strided<'_> {
     not(all(target_arch = "x86_64", not(miri))),
     allow(dead_code, reason = "the fallback has one kernel for all sizes")
 )]
-const STREAM_FROM: usize = 512 << 10;
+const STREAM_FROM: u64 = 512 << 10;
 
 /// One way to copy.
 #[derive(Clone, Copy)]
