@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use super::api::{AgentConfig, Event};
 use super::begin::ImportCell;
 use super::control::Command;
+use super::group::Board;
 use super::log::Log;
 use super::metadata::EngineInfo;
 use super::peers::Route;
@@ -38,6 +39,7 @@ pub(super) struct Shared {
     pub commands: mpsc::UnboundedSender<Command>,
     pub workers: Workers,
     pub data: DataConnections,
+    pub groups: Mutex<Board>,
     pub log: Log,
     pub metrics: Metrics,
     next_id: AtomicU64,
@@ -79,7 +81,7 @@ pub(super) struct PoolEntry {
 
 /// The engine that this agent is a rank of.
 pub(super) struct OwnEngine {
-    pub info: EngineInfo,
+    pub info: Arc<EngineInfo>,
     pub metadata: Vec<u8>,
     pub invariants: Invariants,
     /// Our place in `info.ranks`.
@@ -111,6 +113,7 @@ impl Shared {
             commands,
             workers,
             data: DataConnections::default(),
+            groups: Mutex::default(),
             log,
             metrics,
             next_id: AtomicU64::new(1),
@@ -155,6 +158,8 @@ impl Shared {
         for cell in state.published.values().filter_map(Weak::upgrade) {
             cell.cell.end(end.clone());
         }
+        drop(state);
+        super::group::fail_all(self, &end);
     }
 
     pub fn check_open(&self) -> Result<()> {

@@ -134,8 +134,11 @@ pub struct Metrics {
     running: IntGauge,
     quarantined_transfers: IntGauge,
     quarantined_slots: IntGauge,
-    paths: RwLock<HashMap<String, Vec<(&'static str, Arc<Path>)>>>,
+    paths: RwLock<HashMap<String, PeerPaths>>,
 }
+
+/// One peer's paths, by transport.
+type PeerPaths = Vec<(&'static str, Arc<Path>)>;
 
 fn broken(e: prometheus::Error) -> Error {
     Error::new(Status::KVF_ERR_INTERNAL, format!("metrics: {e}"))

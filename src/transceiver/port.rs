@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use super::api::Side;
 use crate::agent::{ImportDesc, Outcome, PublishDesc, ReceiveDesc};
-use crate::bail;
 use crate::error::{Result, Status};
 use crate::ids::Key;
 
@@ -60,8 +59,10 @@ pub trait Operation: Send + Sync {
 pub trait DomainEvents: Send + Sync {
     /// Bytes that a rank passed to [`Port::send`]; those of one rank arrive in order.
     fn message(&self, from: u32, bytes: &[u8]);
-    /// A rank died or was replaced.
-    fn lost(&self, rank: u32);
+    /// A rank died, was replaced or has left. `None`: no other rank can be reached any more.
+    fn lost(&self, rank: Option<u32>);
+    /// The time given to [`Port::alarm`] has come.
+    fn alarm(&self);
 }
 
 /// The agent level, as the request level sees it.
@@ -117,25 +118,24 @@ pub trait Port: Send + Sync + 'static {
     /// `KVF_ERR_INVALID_ARGUMENT`: neither.
     fn ticket_key(&self, ticket: &[u8]) -> Result<Key>;
 
-    /// Starts hearing the other ranks of the domain.
+    /// Starts hearing the other ranks of a domain of `world` ranks, as `rank` of them.
     ///
     /// # Errors
-    /// `KVF_ERR_UNSUPPORTED`: this port cannot reach them.
-    fn join(&self, _domain: u64, _world: u32, _events: Weak<dyn DomainEvents>) -> Result<()> {
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "the agent does not carry votes between ranks yet; use collective consensus"
-        );
-    }
+    /// The ranks are not the engine's, or this port cannot reach them.
+    fn join(
+        &self,
+        domain: u64,
+        world: u32,
+        rank: u32,
+        events: Weak<dyn DomainEvents>,
+    ) -> Result<()>;
 
     /// Gives bytes to a rank of the domain, in order, without waiting.
     ///
     /// # Errors
     /// The rank is lost.
-    fn send(&self, _rank: u32, _side: Side, _bytes: Vec<u8>) -> Result<()> {
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "the agent does not carry votes between ranks yet"
-        );
-    }
+    fn send(&self, rank: u32, side: Side, bytes: Vec<u8>) -> Result<()>;
+
+    /// Calls [`DomainEvents::alarm`] after so long, or earlier if an earlier time was asked for.
+    fn alarm(&self, after: Duration);
 }

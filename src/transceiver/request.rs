@@ -40,6 +40,8 @@ pub(super) struct Request {
     pub voted_quiet: bool,
     pub decided: Option<Decided>,
     pub reclaimed: bool,
+    /// The domain says so, but this rank is not quiet.
+    pub reclaim_due: bool,
     pub reported: bool,
 }
 
@@ -62,6 +64,7 @@ impl Request {
             voted_quiet: false,
             decided: None,
             reclaimed: false,
+            reclaim_due: false,
             reported: false,
         }
     }

@@ -1,6 +1,7 @@
 //! The transceiver: requests in, cancel, and what holds its parts together.
 
 use std::os::fd::RawFd;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use super::api::{
 };
 use super::codec;
 use super::port::Port;
-use super::shared::{Cell, GRACE, Shared, same_key};
+use super::shared::{Cell, GRACE, NEVER, Shared, same_key};
 use super::signal::Signal;
 use crate::bail;
 use crate::error::{Result, Status};
@@ -42,12 +43,15 @@ impl<P: Port> Transceiver<P> {
             epoch: Instant::now(),
             sides: cells,
             signal: Signal::new()?,
+            armed: AtomicU64::new(NEVER),
             config,
         });
         let config = &shared.config;
         if config.consensus == Consensus::Votes && config.world > 1 {
             let weak: Weak<Shared<P>> = Arc::downgrade(&shared);
-            shared.port.join(config.domain, config.world, weak)?;
+            shared
+                .port
+                .join(config.domain, config.world, config.rank, weak)?;
         }
         Ok(Self { shared })
     }
@@ -321,7 +325,7 @@ impl<P: Port> Transceiver<P> {
 
     /// Follower: takes the leader's decision bytes in and gives the results that the leader's
     /// status call gave. Never waits. Bytes that were applied already give nothing; empty bytes
-    /// fetch what did not fit into an earlier call's `cap`.
+    /// fetch what did not fit into an earlier call's `cap`, or what a lost leader left undecided.
     ///
     /// # Errors
     /// `KVF_ERR_GROUP_LOST`: decisions before these are missing, nothing was applied, the engine
@@ -366,7 +370,10 @@ impl<P: Port> Transceiver<P> {
         let mut room = cap;
         for side in sides {
             let before = out.len();
-            more |= shared.with(side, |table, _| {
+            more |= shared.with(side, |table, now| {
+                if decision.is_empty() {
+                    table.settle(now);
+                }
                 table.take(room, out);
                 table.ready() > 0
             });

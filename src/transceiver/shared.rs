@@ -1,6 +1,6 @@
 //! What a transceiver's methods, its operations' notices and its domain's messages share.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,12 @@ pub(super) struct Shared<P> {
     pub epoch: Instant,
     pub sides: [Cell; 2],
     pub signal: Signal,
+    /// Nanoseconds of [`Shared::now`] at which the port will call `alarm`.
+    pub armed: AtomicU64,
 }
+
+/// No alarm.
+pub(super) const NEVER: u64 = u64::MAX;
 
 /// One side: its table and what can be read without its lock.
 pub(super) struct Cell {
@@ -131,13 +136,26 @@ impl<P: Port> Shared<P> {
         let cancels = std::mem::take(&mut table.cancels);
         let dropped = std::mem::take(&mut table.dropped);
         let votes = table.domain.has_outgoing();
+        let limit = table.domain.next_deadline();
         drop(table);
+        if let Some(at) = limit {
+            self.arm(at);
+        }
         for op in cancels {
             op.cancel();
         }
         drop(dropped);
         if votes {
             self.send_votes(cell);
+        }
+    }
+
+    /// Sees that a limit is noticed even if nobody makes a status call. Limits come in order, so
+    /// that this rarely does more than look.
+    fn arm(&self, at: Now) {
+        let nanos = u64::try_from(at.as_nanos()).unwrap_or(NEVER);
+        if self.armed.fetch_min(nanos, Ordering::AcqRel) > nanos {
+            self.port.alarm(at.saturating_sub(self.now()));
         }
     }
 
@@ -364,14 +382,23 @@ impl<P: Port> DomainEvents for Shared<P> {
         }
     }
 
-    fn lost(&self, rank: u32) {
+    fn lost(&self, rank: Option<u32>) {
         for side in Side::ALL {
             self.with(side, |table, now| {
-                if rank == 0 {
+                if matches!(rank, None | Some(0)) {
                     table.leader_lost(now);
-                } else {
-                    table.domain.lose_rank(rank);
                 }
+                table.domain.lose_rank(rank);
+                table.wake = true;
+            });
+        }
+    }
+
+    fn alarm(&self) {
+        self.armed.store(NEVER, Ordering::Release);
+        for side in Side::ALL {
+            self.with(side, |table, now| {
+                table.domain.expire(now);
                 table.wake = true;
             });
         }

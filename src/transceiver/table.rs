@@ -73,6 +73,8 @@ pub(super) struct Table {
     pub(super) interrupts_seen: u64,
     /// A waiter may have something to see.
     pub(super) wake: bool,
+    /// The leader is lost, and the engine has not asked for results since.
+    pub(super) unsettled: bool,
     /// Operations to cancel, and ones to drop, once the table is unlocked.
     pub(super) cancels: Vec<Arc<dyn Operation>>,
     pub(super) dropped: Vec<Arc<dyn Operation>>,
@@ -109,6 +111,7 @@ impl Table {
             interrupts: 0,
             interrupts_seen: 0,
             wake: false,
+            unsettled: false,
             cancels: Vec::new(),
             dropped: Vec::new(),
             late_notices: 0,
@@ -447,7 +450,8 @@ impl Table {
 
     /// Results of either kind.
     pub(super) fn ready(&self) -> usize {
-        self.ready.len() + self.domain.ready()
+        let undecided = self.unsettled && self.open > self.ready_ended;
+        self.ready.len() + self.domain.ready() + usize::from(undecided)
     }
 
     /// Requests that have ended on this rank, in collective mode not yet agreed on.

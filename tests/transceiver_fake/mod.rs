@@ -104,6 +104,8 @@ pub struct Fake {
     pub inline: Mutex<Option<End>>,
     pub declined: Mutex<Vec<(Key, Status)>>,
     pub deadlines: Mutex<Vec<Duration>>,
+    /// Alarms that were asked for.
+    pub alarms: Mutex<Vec<Duration>>,
     /// The ranks of the domain, for votes: rank 0 first.
     pub domain: Mutex<Option<Arc<FakeDomain>>>,
     pub rank: AtomicU32,
@@ -192,7 +194,7 @@ impl Port for FakePort {
             _ => Err(err!(KVF_ERR_INVALID_ARGUMENT, "no ticket")),
         }
     }
-    fn join(&self, _: u64, _: u32, events: Weak<dyn DomainEvents>) -> Result<()> {
+    fn join(&self, _: u64, _: u32, _: u32, events: Weak<dyn DomainEvents>) -> Result<()> {
         let domain = self.0.domain.lock().unwrap().clone();
         let domain = domain.ok_or_else(|| err!(KVF_ERR_UNSUPPORTED, "no domain"))?;
         let rank = self.0.rank.load(Ordering::SeqCst) as usize;
@@ -203,6 +205,9 @@ impl Port for FakePort {
         let domain = self.0.domain.lock().unwrap().clone().expect("in a domain");
         let from = self.0.rank.load(Ordering::SeqCst);
         domain.send(from, rank, bytes)
+    }
+    fn alarm(&self, after: Duration) {
+        self.0.alarms.lock().unwrap().push(after);
     }
 }
 
@@ -250,13 +255,20 @@ impl FakeDomain {
         }
     }
 
+    /// A rank's alarm comes.
+    pub fn alarm(&self, rank: u32) {
+        if let Some(events) = self.ranks[rank as usize].get().and_then(Weak::upgrade) {
+            events.alarm();
+        }
+    }
+
     /// A rank dies: its unsent mail with it, and everybody hears of it.
     pub fn kill(&self, rank: u32) {
         self.dead[rank as usize].store(true, Ordering::SeqCst);
         for (other, events) in self.ranks.iter().enumerate() {
             let alive = !self.dead[other].load(Ordering::SeqCst);
             if let (true, Some(events)) = (alive, events.get().and_then(Weak::upgrade)) {
-                events.lost(rank);
+                events.lost(Some(rank));
             }
         }
     }
