@@ -284,6 +284,11 @@ fn the_numbers_are_those_of_the_transfers() {
         get("kvferry_prefix_saved_bytes_total", &at[..2]),
         (8 * TOKEN_BYTES) as f64
     );
+    // The reader of what was released copied before it learned that the lease was gone.
+    assert_eq!(
+        get("kvferry_discarded_bytes_total", &at),
+        (8 * TOKEN_BYTES + STATE_BYTES) as f64
+    );
     let reads = ["outcome=\"done\"", "cause=\"KVF_OK\"", at[1], at[2]];
     assert_eq!(get("kvferry_reads_total", &reads), 2.0);
     assert_eq!(get("kvferry_read_seconds_count", &at[1..]) as u64, {

@@ -384,7 +384,9 @@ impl Control {
             entry.new.cell.times.copied();
             let bytes = &entry.new.cell.bytes;
             bytes.fetch_add(finished.bytes, Ordering::Relaxed);
-            if let Some(remote) = self.remotes.get(&agent) {
+            if status == Status::KVF_OK
+                && let Some(remote) = self.remotes.get(&agent)
+            {
                 let peer = &remote.route.name;
                 self.shared.metrics.sent(peer, finished.bytes);
             }

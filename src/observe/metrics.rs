@@ -120,6 +120,7 @@ struct Path {
 pub struct Metrics {
     registry: Registry,
     received: IntCounterVec,
+    discarded: IntCounterVec,
     patterns: IntCounterVec,
     reads: IntCounterVec,
     queued: HistogramVec,
@@ -156,7 +157,16 @@ impl Metrics {
         let make = Make(&registry);
         let path = ["peer", "transport"];
         Ok(Self {
-            received: make.counters("received_bytes_total", "Bytes read from a peer", &path)?,
+            received: make.counters(
+                "received_bytes_total",
+                "Bytes read from a peer and attested",
+                &path,
+            )?,
+            discarded: make.counters(
+                "discarded_bytes_total",
+                "Bytes of reads that were cancelled, failed or not attested",
+                &path,
+            )?,
             patterns: make.counters(
                 "read_patterns_total",
                 "Strided patterns that reads consisted of",
@@ -221,13 +231,15 @@ impl Metrics {
     /// Counts a read that is over.
     pub fn read(&self, read: &Read<'_>) {
         let path = self.path(read.peer, read.transport);
-        path.bytes.inc_by(read.bytes);
         path.patterns.inc_by(read.patterns);
         path.queued.observe(read.queued.as_secs_f64());
         path.copying.observe(read.copying.as_secs_f64());
         if read.status == Status::KVF_OK {
+            path.bytes.inc_by(read.bytes);
             path.done.inc();
         } else {
+            let labels = [read.peer, read.transport];
+            self.discarded.with_label_values(&labels).inc_by(read.bytes);
             let cause = format!("{:?}", read.status);
             let labels = [read.peer, read.transport, read.outcome, &cause];
             self.reads.with_label_values(&labels).inc();
@@ -385,7 +397,8 @@ mod tests {
         let agent = r#"agent="decode \"0\"""#;
         let path = format!(r#"{{peer="prefill-0",transport="shm",{agent}}}"#);
         for line in [
-            format!("kvferry_received_bytes_total{path} 8292"),
+            format!("kvferry_received_bytes_total{path} 8192"),
+            format!("kvferry_discarded_bytes_total{path} 100"),
             format!("kvferry_read_patterns_total{path} 9"),
             format!("kvferry_read_queue_seconds_count{path} 3"),
             format!(
