@@ -26,6 +26,7 @@ struct Layout {
 TEST(Abi, SizesAndOffsets) {
   const Layout table[] = {
       SIZE(kvf_status, 4),
+#include "struct_layout.inc"
   };
   for (const Layout& row : table) EXPECT_EQ(row.is, row.promised) << row.what;
 }

@@ -31,10 +31,3 @@ add_test(NAME rust.miri COMMAND bash "${CMAKE_CURRENT_SOURCE_DIR}/miri.sh"
          WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}")
 set_tests_properties(rust.miri PROPERTIES LABELS rust TIMEOUT 1800 SKIP_RETURN_CODE 77
   ENVIRONMENT "CARGO_TARGET_DIR=${PROJECT_BINARY_DIR}/cargo-miri")
-
-if(EXISTS "${PROJECT_SOURCE_DIR}/scripts/demo")
-  add_test(NAME demo.tiny COMMAND "${PROJECT_SOURCE_DIR}/scripts/demo")
-  set_tests_properties(demo.tiny PROPERTIES LABELS demo TIMEOUT 600 RUN_SERIAL ON)
-  add_test(NAME demo.llama_cpp COMMAND "${PROJECT_SOURCE_DIR}/scripts/demo" --engine llama.cpp)
-  set_tests_properties(demo.llama_cpp PROPERTIES LABELS "demo;long" TIMEOUT 1800 RUN_SERIAL ON)
-endif()

@@ -400,6 +400,12 @@ class Transfer : public Object<kvf_transfer, kvf_transfer_destroy> {
       return kvf_transfer_aux(c(), buf, cap, needed);
     });
   }
+  // The bytes that a sender needs to push into this receive.
+  Bytes offer() const {
+    return detail::collect<Bytes>([this](void* buf, std::size_t cap, std::size_t* needed) {
+      return kvf_transfer_offer(c(), buf, cap, needed);
+    });
+  }
   // kvf_transfer_stream_wait().
   void stream_wait(void* stream) { check(kvf_transfer_stream_wait(c(), stream)); }
 };
@@ -411,6 +417,7 @@ struct AgentConfig {
   std::vector<std::uint32_t> affinity;
   Nanoseconds connect{0}, peer_silence{0}, heartbeat{0}, claim{0}, lease{0}, transfer{0};
   std::uint32_t max_publications = 0;
+  Nanoseconds spin{0};
   // Receives lines up to `log_level`, on kvferry's threads; must not throw or call kvferry.
   std::function<void(std::uint32_t level, const char* text)> log;
   std::uint32_t log_level = KVF_LOG_OFF;
@@ -440,6 +447,29 @@ struct Import {
   std::uint64_t prefix_tag = 0, user_data = 0;
 };
 
+// What Agent::receive_begin() opens for a sender: kvf_receive_desc.
+struct Receive {
+  kvf_key key = KVF_KEY_INIT;
+  std::vector<kvf_import_group> groups;
+  std::vector<kvf_import_state> states;
+  std::vector<kvf_slot_ref> owned_only;
+  void* stream = nullptr;
+  Nanoseconds deadline{0};
+  std::int32_t priority = 0;
+  std::uint64_t prefix_tag = 0, user_data = 0;
+};
+
+// What Agent::push_begin() sends: kvf_push_desc.
+struct Push {
+  std::vector<kvf_published_group> groups;
+  std::vector<kvf_published_state> states;
+  void* stream = nullptr;
+  Nanoseconds deadline{0};
+  Bytes aux;
+  std::int32_t priority = 0;
+  std::uint64_t prefix_tag = 0, user_data = 0;
+};
+
 // kvf_agent.
 class Agent {
  public:
@@ -464,6 +494,7 @@ class Agent {
     c.lease_ns = detail::ns(config.lease);
     c.transfer_ns = detail::ns(config.transfer);
     c.max_publications = config.max_publications;
+    c.spin_ns = detail::ns(config.spin);
     c.log_level = config.log_level;
     if (log_) {
       c.log = &Agent::on_log;
@@ -662,6 +693,43 @@ class Agent {
     desc.token_end = token_end;
     desc.deadline_ns = detail::ns(deadline);
     return Transfer(make<Transfer::Owner>(kvf_pull_begin, agent_, &desc));
+  }
+
+  // kvf_receive_begin(). Transfer::offer() has the bytes for the sender.
+  Transfer receive_begin(const Receive& what) {
+    kvf_receive_desc desc = KVF_RECEIVE_DESC_INIT;
+    desc.key = what.key;
+    desc.groups = what.groups.data();
+    desc.num_groups = what.groups.size();
+    desc.states = what.states.data();
+    desc.num_states = what.states.size();
+    desc.owned_only = what.owned_only.data();
+    desc.num_owned_only = what.owned_only.size();
+    desc.stream = what.stream;
+    desc.deadline_ns = detail::ns(what.deadline);
+    desc.priority = what.priority;
+    desc.prefix_tag = what.prefix_tag;
+    desc.user_data = what.user_data;
+    return Transfer(make<Transfer::Owner>(kvf_receive_begin, agent_, &desc));
+  }
+  // kvf_push_begin().
+  Transfer push_begin(const Peer& peer, const Bytes& offer, const Push& what) {
+    kvf_push_desc desc = KVF_PUSH_DESC_INIT;
+    desc.peer = peer.c();
+    desc.offer = offer.data();
+    desc.offer_bytes = offer.size();
+    desc.groups = what.groups.data();
+    desc.num_groups = what.groups.size();
+    desc.states = what.states.data();
+    desc.num_states = what.states.size();
+    desc.stream = what.stream;
+    desc.deadline_ns = detail::ns(what.deadline);
+    desc.aux = what.aux.data();
+    desc.aux_bytes = what.aux.size();
+    desc.priority = what.priority;
+    desc.prefix_tag = what.prefix_tag;
+    desc.user_data = what.user_data;
+    return Transfer(make<Transfer::Owner>(kvf_push_begin, agent_, &desc));
   }
 
   // kvf_ticket_hold().

@@ -263,7 +263,6 @@ fn create_layout(
 #[test]
 fn a_layout_is_made_from_its_description() {
     assert_eq!(create_layout(|_, _, _| {}), KVF_OK);
-    assert_eq!(create_layout(|desc, _, _| desc.num_groups = 0), KVF_OK);
     let sections = [kvf_section_desc {
         name: c"x".as_ptr(),
         total: 4,
@@ -304,6 +303,11 @@ fn a_layout_names_what_is_wrong_with_it() {
         create_layout(|_, group, _| group.views_elem_size = 0),
         ABI,
         "elem_size of desc.groups[0].views is 0",
+    );
+    refused(
+        create_layout(|desc, _, _| desc.num_groups = 0),
+        ARGUMENT,
+        "desc.num_groups is 0",
     );
     refused(
         create_layout(|desc, _, _| desc.num_groups = usize::MAX),

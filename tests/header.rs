@@ -1,6 +1,7 @@
-//! `include/kvferry.h` and `cmake/kvferry.symbols` are exactly what the sources say.
+//! `include/kvferry.h`, `cmake/kvferry.symbols` and `cpp_tests/struct_layout.inc` are exactly what
+//! the sources say.
 //!
-//! `KVF_UPDATE_HEADER=1 cargo test --test header` rewrites both.
+//! `KVF_UPDATE_HEADER=1 cargo test --test header` rewrites them.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::collections::BTreeMap;
@@ -166,6 +167,60 @@ impl Sources {
         })
     }
 
+    /// Bytes of a field on 64-bit Linux.
+    fn size(&self, ty: &syn::Type) -> usize {
+        match ty {
+            syn::Type::Ptr(_) | syn::Type::BareFn(_) => 8,
+            syn::Type::Array(array) => {
+                let syn::Expr::Lit(syn::ExprLit {
+                    lit: syn::Lit::Int(len),
+                    ..
+                }) = &array.len
+                else {
+                    panic!("an array's length must be a number: {}", tokens(array));
+                };
+                self.size(&array.elem) * len.base10_parse::<usize>().unwrap()
+            }
+            syn::Type::Path(path) => {
+                let name = path.path.segments.last().unwrap().ident.to_string();
+                match name.as_str() {
+                    "u8" | "i8" | "c_char" => 1,
+                    "u16" | "i16" => 2,
+                    "u32" | "i32" | "f32" | "c_int" | "kvf_status" => 4,
+                    "u64" | "i64" | "f64" | "usize" | "isize" | "Option" => 8,
+                    _ if self.aliases.contains_key(&name) => self.size(&self.aliases[&name]),
+                    _ => {
+                        let fields = &self.structs[&name].fields;
+                        fields.iter().map(|field| self.size(&field.ty)).sum()
+                    }
+                }
+            }
+            other => panic!("no size is known for {}", tokens(other)),
+        }
+    }
+
+    /// The promise that abi_test.cpp holds against the C++ compiler. Without padding, which
+    /// `abi_struct!` proves, an offset is the sum of what stands before.
+    fn layout(&self) -> String {
+        let mut text = String::from(
+            "// Sizes and offsets on 64-bit Linux, included by abi_test.cpp; written by \
+             tests/header.rs\n// (KVF_UPDATE_HEADER=1). Rows may be added. A changed or vanished \
+             row breaks every compiled caller,\n// so it needs a new minor version.\n\
+             // clang-format off\n",
+        );
+        for (name, item) in self.abi_structs() {
+            let mut at = 0;
+            let mut rows = String::new();
+            for field in &item.fields {
+                let field_name = field.ident.as_ref().unwrap();
+                rows += &format!("OFFSET({name}, {field_name}, {at}),\n");
+                at += self.size(&field.ty);
+            }
+            text += &format!("SIZE({name}, {at}),\n{rows}");
+        }
+        text
+    }
+
     fn init_macros(&self) -> String {
         let mut text = String::from(
             "/* Initial values: every field zero (its default), the head filled in.\n \
@@ -299,6 +354,7 @@ fn header_and_symbol_list_are_what_the_sources_say() {
 
     sources.functions.sort();
     up_to_date("include/kvferry.h", &header);
+    up_to_date("cpp_tests/struct_layout.inc", &sources.layout());
     up_to_date(
         "cmake/kvferry.symbols",
         &(sources.functions.join("\n") + "\n"),

@@ -86,9 +86,21 @@ fn group_model(draw: &mut Draw<'_>) -> GroupModel {
     }
     let roles = [Role::Key, Role::Value, Role::Scale, Role::Conv];
     let first = draw.below(4) as usize;
-    let views = (0..1 + draw.below(3) as usize)
-        .map(|i| ViewModel {
-            role: roles[(first + i) % 4],
+    let mut views: Vec<ViewModel> = Vec::new();
+    for i in 0..1 + draw.below(3) as usize {
+        let role = roles[(first + i) % 4];
+        if i > 0 && draw.one_in(2) {
+            // Like keys and values.
+            let (bytes_per_head, parts) = (views[0].bytes_per_head, views[0].parts.clone());
+            views.push(ViewModel {
+                role,
+                bytes_per_head,
+                parts,
+            });
+            continue;
+        }
+        views.push(ViewModel {
+            role,
             bytes_per_head: u64::from(1 + draw.below(5)),
             parts: if draw.one_in(3) {
                 let names = ["x", "B", "C"];
@@ -99,8 +111,8 @@ fn group_model(draw: &mut Draw<'_>) -> GroupModel {
             } else {
                 vec![(String::new(), draw.of(&[1, 2, 4, 3, 6, 8, 12]))]
             },
-        })
-        .collect();
+        });
+    }
     GroupModel {
         layers: Vec::new(),
         views,
@@ -311,23 +323,26 @@ fn address(v: &View, local: usize, slot: u64, token: u64, head: u64) -> (u32, u6
     )
 }
 
-/// Global name of a local head: (section, head).
-fn global_head(v: &View, local: u64) -> (String, u64) {
+/// Global name of a local head: (section, head), the section by its letter.
+fn global_head(v: &View, local: u64) -> (u8, u64) {
     if v.sections.is_empty() {
-        return (String::new(), u64::from(v.shard * v.heads) + local);
+        return (0, u64::from(v.shard * v.heads) + local);
     }
     let mut start = 0;
     for s in &v.sections {
         let width = u64::from(s.total / v.shards);
         if local < start + width {
-            return (s.name.clone(), u64::from(v.shard) * width + local - start);
+            return (
+                s.name.as_bytes()[0],
+                u64::from(v.shard) * width + local - start,
+            );
         }
         start += width;
     }
     panic!("head {local} of {v:?}");
 }
 
-type Cell = (usize, Role, u32, u64, (String, u64), u64); // group, role, layer, token, head, byte
+type Cell = (usize, Role, u32, u64, (u8, u64), u64); // group, role, layer, token, head, byte
 type Memory = HashMap<(u32, u64), Cell>;
 type Tables = Vec<(Vec<i32>, u64)>;
 
@@ -558,7 +573,7 @@ fn check(numbers: &[u16]) -> Result<(), TestCaseError> {
                         let mut double = None;
                         each(p, |from, to| match memory.get(&from) {
                             Some(cell) => {
-                                if written.insert(to, cell.clone()).is_some() {
+                                if written.insert(to, *cell).is_some() {
                                     double = Some(to);
                                 }
                             }

@@ -91,9 +91,12 @@ case $case in
       "$work/both"
     done
     ;;
-  ctypes)
+  ctypes | python_pull)
     CARGO_TARGET_DIR="$BUILD/cargo-build" "$CARGO" build --locked --release \
       --manifest-path "$SOURCE/Cargo.toml"
+    if [ "$case" = python_pull ]; then
+      exec python3 "$SOURCE/examples/python/pull.py" "$BUILD/cargo-build/release/libkvferry.so"
+    fi
     python3 "$SOURCE/cpp_tests/package/version.py" "$BUILD/cargo-build/release/libkvferry.so" "$VERSION"
     readelf -d "$BUILD/cargo-build/release/libkvferry.so" | grep -F "libkvferry.so.${VERSION%.*}"
     ;;

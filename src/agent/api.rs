@@ -55,6 +55,8 @@ pub struct AgentConfig {
     pub timeouts: Timeouts,
     /// Publications that may live at once; 0 = 65536.
     pub max_publications: u32,
+    /// How long a thread looks at a data socket before it sleeps; zero = sleep at once.
+    pub spin: Duration,
 }
 
 /// A transfer's or publication's end, a peer's death: something the caller has not seen yet.

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::api::{
@@ -17,6 +17,7 @@ use super::metadata::incarnation;
 use super::notices::Finished;
 use super::peers::PeerShared;
 use super::reader::{NewImport, NewJob, run_inline};
+use super::serving::data_open;
 use super::shared::{Shared, State, remember};
 use super::slots::GroupSlots;
 use super::ticket::{decode_ticket, entry_of, key};
@@ -25,6 +26,7 @@ use crate::error::{Result, Status};
 use crate::ids::{Epoch, PublicationId};
 use crate::layout::{GroupKind, Layout};
 use crate::memory::Lease;
+use crate::observe::fault;
 use crate::plan::{Binding, Pair, Request};
 use crate::session::End;
 use crate::transport::ReadJob;
@@ -42,11 +44,13 @@ pub(super) struct Wants {
 #[derive(Debug)]
 pub(super) struct ImportCell {
     pub cell: Cell,
-    pub parts: Vec<(u32, PartKind)>,
+    /// Group, kind, whether anything is wanted.
+    pub parts: Vec<(u32, PartKind, bool)>,
     /// Bytes of each part, over all sources that are bound.
     pub part_bytes: Mutex<Vec<u64>>,
     pub jobs: Mutex<Vec<Arc<ReadJob>>>,
-    pub submitted: AtomicU32,
+    /// For each part: bytes of it were given to a data path.
+    pub submitted: Mutex<Vec<bool>>,
     pub transport: Mutex<&'static str>,
     pub aux: Mutex<Vec<u8>>,
     pub slots: Vec<GroupSlots>,
@@ -56,6 +60,15 @@ pub(super) struct ImportCell {
 }
 
 impl ImportCell {
+    /// A job of these parts goes to a data path.
+    pub fn submit(&self, parts: &[usize], transport: &'static str) {
+        let mut submitted = super::lock(&self.submitted);
+        for part in parts {
+            submitted[*part] = true;
+        }
+        *super::lock(&self.transport) = transport;
+    }
+
     pub fn ended_now(&self) {
         let ns = self.started.elapsed().as_nanos().max(1) as u64;
         let _ = self
@@ -65,7 +78,9 @@ impl ImportCell {
 
     /// Fills in what an import adds to its outcome.
     pub fn describe(&self, info: &mut TransferInfo) {
-        info.submitted = self.submitted.load(Ordering::Relaxed);
+        let submitted = super::lock(&self.submitted);
+        info.submitted = submitted.iter().filter(|s| **s).count() as u32;
+        drop(submitted);
         info.elapsed_ns = self.elapsed_ns.load(Ordering::Relaxed);
         info.transport = *super::lock(&self.transport);
         let bytes = super::lock(&self.part_bytes).clone();
@@ -74,9 +89,11 @@ impl ImportCell {
             Outcome::Done => info.bytes_total,
             _ => super::lock(&self.jobs).iter().map(|j| j.moved()).sum(),
         };
-        let state = |bytes| match info.outcome {
+        // What a part moves is known once its sources are; that it moves nothing, before.
+        let state = |wanted: bool, bytes: u64| match info.outcome {
+            _ if !wanted => PartState::NotNeeded,
             Outcome::Pending => PartState::InProgress,
-            _ if bytes == 0 => PartState::NotNeeded,
+            Outcome::Done if bytes == 0 => PartState::NotNeeded,
             Outcome::Done => PartState::Done,
             _ => PartState::Failed,
         };
@@ -86,11 +103,11 @@ impl ImportCell {
         };
         let parts = self.parts.iter().zip(bytes);
         info.parts = parts
-            .map(|((group, kind), bytes)| PartInfo {
+            .map(|((group, kind, wanted), bytes)| PartInfo {
                 group: *group,
                 kind: *kind,
-                state: state(bytes),
-                cause: cause(state(bytes)),
+                state: state(*wanted, bytes),
+                cause: cause(state(*wanted, bytes)),
                 bytes,
             })
             .collect();
@@ -177,15 +194,18 @@ pub(super) fn import(
                 epoch: Epoch(0),
             },
             job: None,
+            parts: Vec::new(),
         };
         if let Some((bindings, entry)) = bound {
             job.id.epoch = Epoch(entry.epoch);
             add_part_bytes(&mut part_bytes, &bindings);
+            job.parts = parts_moved(pair, &wants, &bindings);
             let bindings = bindings.into_iter().map(|(_, b)| b).collect();
             job.job = Some(Arc::new(ReadJob::new(
                 bindings,
                 pool_map.clone(),
                 lease_of(entry),
+                data_open(&wants, key(ticket.key), entry.epoch),
             )));
         }
         jobs.push(job);
@@ -199,10 +219,10 @@ pub(super) fn import(
             shared.events.clone(),
             observer,
         ),
-        parts,
         part_bytes: Mutex::new(part_bytes),
         jobs: Mutex::new(jobs.iter().filter_map(|j| j.job.clone()).collect()),
-        submitted: AtomicU32::new(0),
+        submitted: Mutex::new(vec![false; parts.len()]),
+        parts,
         transport: Mutex::new(""),
         aux: Mutex::new(ticket.aux),
         slots,
@@ -233,7 +253,9 @@ pub(super) fn import(
 }
 
 pub(super) fn wants_nothing(wants: &Wants) -> bool {
-    wants.states.is_empty() && wants.groups.iter().all(|g| g.skip_token >= g.token_end)
+    wants.states.is_empty()
+        && wants.groups.iter().all(|g| g.skip_token >= g.token_end)
+        && !fault::deviates("submit_empty")
 }
 
 /// Ends an import inside its begin call if nothing has to be moved, or little and everything is
@@ -248,7 +270,7 @@ fn run_small(
     let mut bytes = 0;
     for new in jobs {
         let Some(job) = &new.job else { return false };
-        if job.bytes() == 0 {
+        if new.parts.is_empty() {
             continue;
         }
         bytes += job.bytes();
@@ -258,12 +280,11 @@ fn run_small(
         if bytes > path.inline_bytes() {
             return false;
         }
-        ready.push((path, job.clone()));
+        ready.push((path, job.clone(), &new.parts));
     }
     let mut end = End::ok();
-    for (path, job) in ready {
-        cell.submitted.fetch_add(1, Ordering::Relaxed);
-        *super::lock(&cell.transport) = path.name();
+    for (path, job, parts) in ready {
+        cell.submit(parts, path.name());
         end = run_inline(&*path, &job);
         if !end.is_ok() {
             break;
@@ -317,10 +338,30 @@ pub(super) fn groups_of(wants: &Wants) -> Vec<u32> {
     groups.chain(wants.states.iter().map(|s| s.group)).collect()
 }
 
-pub(super) fn parts_of(wants: &Wants) -> Vec<(u32, PartKind)> {
-    let groups = wants.groups.iter().map(|g| (g.group, PartKind::Paged));
-    let states = wants.states.iter().map(|s| (s.group, PartKind::State));
+/// Group, kind and whether anything is wanted of each part.
+pub(super) fn parts_of(wants: &Wants) -> Vec<(u32, PartKind, bool)> {
+    let groups = wants
+        .groups
+        .iter()
+        .map(|g| (g.group, PartKind::Paged, g.skip_token < g.token_end));
+    let states = wants
+        .states
+        .iter()
+        .map(|s| (s.group, PartKind::State, true));
     groups.chain(states).collect()
+}
+
+/// The parts that a source's bindings move bytes of; a part with nothing to move is not submitted.
+pub(super) fn parts_moved(pair: &Pair, wants: &Wants, bindings: &[(usize, Binding)]) -> Vec<usize> {
+    if fault::deviates("submit_empty") {
+        let groups = groups_of(wants).into_iter().enumerate();
+        return groups
+            .filter(|(_, group)| pair.moves(*group as usize))
+            .map(|(part, _)| part)
+            .collect();
+    }
+    let moving = bindings.iter().filter(|(_, binding)| binding.bytes() > 0);
+    moving.map(|(part, _)| *part).collect()
 }
 
 pub(super) fn add_part_bytes(part_bytes: &mut [u64], bindings: &[(usize, Binding)]) {

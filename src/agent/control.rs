@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{mpsc, oneshot};
@@ -173,7 +173,13 @@ impl Control {
         };
         let sleep = tokio::time::sleep(Duration::ZERO);
         tokio::pin!(sleep);
+        let mut turns = 0u32;
         while control.stopping.is_none() {
+            // A flood of messages must not keep deadlines waiting for ever.
+            turns = turns.wrapping_add(1);
+            if turns.is_multiple_of(256) {
+                control.fire_timers();
+            }
             let next = control.timers.next();
             if let Some(at) = next {
                 let at = tokio::time::Instant::from_std(control.shared.instant(at));
@@ -218,7 +224,9 @@ impl Control {
                 }
                 Timer::Awaiting(key) => self.publications.forget_awaiting(key),
                 Timer::Import(id) => self.import_event(id, crate::session::reader::Event::Tick),
-                Timer::Notice(id) => self.notice_due(id),
+                Timer::Notice(id) => {
+                    self.notice_event(id, crate::session::notice::Event::Tick);
+                }
                 Timer::Remote(agent) => self.remote_due(agent, now.saturating_sub(at)),
                 Timer::Greeting(link) => self.greeting_late(link),
                 Timer::Pool(pool) => self.pool_late(pool),
@@ -289,8 +297,11 @@ impl Control {
                 && entry.users == 0
                 && !entry.released
             {
-                // Readers in this process may be in the middle of a piece; it is short.
-                entry.pool.close();
+                // Readers of this process may be in the middle of a piece; then we hear of it.
+                let shared = self.shared.clone();
+                if !entry.pool.close(move || shared.send(Command::Idle)) {
+                    continue;
+                }
                 entry.released = true;
                 self.timers.set(Timer::Pool(*id), None);
                 self.shared
@@ -309,6 +320,7 @@ impl Control {
         {
             // The pool stays registered; the caller may ask again.
             entry.leaving = None;
+            entry.pool.reopen();
             self.shared
                 .events
                 .push(pool_event(pool, user_data, Status::KVF_ERR_DEADLINE));
@@ -354,19 +366,19 @@ impl Control {
             self.import_event(id, crate::session::reader::Event::Shutdown);
         }
         self.say_goodbye();
-        // What was queued for the sockets goes out; the peers hear of everything.
-        let deadline = Instant::now() + Duration::from_millis(200);
-        for remote in self.remotes.into_values() {
-            remote.close();
-        }
-        while tokio::runtime::Handle::current()
-            .metrics()
-            .num_alive_tasks()
-            > 0
-            && Instant::now() < deadline
-        {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        // What was queued for the sockets goes out, so that the peers hear of everything; one that
+        // does not read is not waited for.
+        let links: Vec<_> = self
+            .remotes
+            .into_values()
+            .filter_map(Remote::close)
+            .collect();
+        let written = async {
+            for link in links {
+                let _ = link.await;
+            }
+        };
+        let _ = tokio::time::timeout(Duration::from_millis(200), written).await;
     }
 }
 

@@ -18,6 +18,7 @@ mod peers;
 mod publish;
 mod reader;
 mod remote;
+mod serving;
 mod setup;
 mod shared;
 mod slots;
@@ -186,18 +187,19 @@ impl Agent {
         let mut state = self.shared.lock();
         match state.pools.get_mut(&pool) {
             None => Status::KVF_OK,
-            Some(entry) if entry.released || entry.users == 0 => {
+            Some(entry) => {
+                let shared = self.shared.clone();
+                let idle = entry.released
+                    || (entry.users == 0 && entry.pool.close(move || shared.send(Command::Idle)));
+                if !idle {
+                    entry.leaving = Some(user_data);
+                    entry.forget = true;
+                    return Status::KVF_IN_PROGRESS;
+                }
                 let entry = state.pools.remove(&pool);
                 drop(state);
-                if let Some(entry) = entry {
-                    entry.pool.close();
-                }
+                drop(entry); // unmapping is not for the lock
                 Status::KVF_OK
-            }
-            Some(entry) => {
-                entry.leaving = Some(user_data);
-                entry.forget = true;
-                Status::KVF_IN_PROGRESS
             }
         }
     }
@@ -560,7 +562,8 @@ impl Agent {
         self.shared.send(Command::Shutdown(done));
         let control = thread.join_until(deadline);
         let workers = self.shared.workers.close(deadline);
-        if !control || !workers {
+        let data = self.shared.data.close(deadline);
+        if !control || !workers || !data {
             bail!(
                 KVF_ERR_DEADLINE,
                 "agent {}: a thread is still busy after {timeout:?} and was left behind",

@@ -1,4 +1,5 @@
-//! "I have finished": told to each source until it answers, or until its lease has ended anyway.
+//! "I have finished": told to each source until it answers, or until its publication has ended
+//! anyway. When to repeat and when to give up is [`crate::session::notice`]'s decision.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -7,7 +8,7 @@ use super::control::{Control, Timer};
 use super::ticket::key;
 use crate::error::Status;
 use crate::ids::{Epoch, Incarnation, PublicationId};
-use crate::session::Now;
+use crate::session::notice::{Action, Event, Notice};
 use crate::wire::{self, Body};
 
 /// A reader's end, for one source.
@@ -17,38 +18,62 @@ pub(super) struct Finished {
     pub id: PublicationId,
     pub status: Status,
     pub bytes: u64,
-    /// For how long it is worth telling.
+    /// The publication's lease.
     pub lease: Duration,
 }
 
 #[derive(Default)]
 pub(super) struct Notices {
-    open: HashMap<PublicationId, (Finished, Now)>,
+    open: HashMap<PublicationId, (Finished, Notice)>,
 }
 
 impl Notices {
+    /// Whether every source knows. One that has not even published (epoch 0) has nothing to
+    /// release, so it keeps nobody waiting.
     pub fn is_empty(&self) -> bool {
-        self.open.is_empty()
+        self.open.keys().all(|id| id.epoch == Epoch(0))
     }
 
     /// Whether something is still to be told to this agent.
     pub fn any_for(&self, agent: Incarnation) -> bool {
         self.open.keys().any(|id| id.source == agent)
     }
-}
 
-/// Without an answer a notice is repeated after this time (and whenever the link is new).
-const REPEAT: Duration = Duration::from_secs(5);
+    fn ids_for(&self, agent: Incarnation) -> Vec<PublicationId> {
+        let ids = self.open.keys().copied();
+        ids.filter(|id| id.source == agent).collect()
+    }
+}
 
 impl Control {
     pub fn tell_finished(&mut self, finished: Finished) {
+        let id = finished.id;
+        if !self.remotes.contains_key(&id.source) {
+            return self.check_idle(); // the source is gone, and its publication with it
+        }
+        let claim = self.shared.config.timeouts.claim;
+        let notice = Notice::new(self.now(), claim, finished.lease);
+        self.timers.set(Timer::Notice(id), notice.next_deadline());
+        self.notices.open.insert(id, (finished, notice));
+        self.send_notice(id);
+    }
+
+    /// Feeds a notice's machine and does what it says.
+    pub fn notice_event(&mut self, id: PublicationId, event: Event) {
         let now = self.now();
-        self.notices
-            .open
-            .insert(finished.id, (finished, now + finished.lease));
-        self.timers
-            .set(Timer::Notice(finished.id), Some(now + REPEAT));
-        self.send_notice(finished.id);
+        let Some((_, notice)) = self.notices.open.get_mut(&id) else {
+            return;
+        };
+        let action = notice.on(event, now);
+        self.timers.set(Timer::Notice(id), notice.next_deadline());
+        match action {
+            Some(Action::Send) => self.send_notice(id),
+            Some(Action::Close) => {
+                self.notices.open.remove(&id);
+                self.check_idle();
+            }
+            None => {}
+        }
     }
 
     fn send_notice(&self, id: PublicationId) {
@@ -69,30 +94,14 @@ impl Control {
         self.send_to(id.source, body);
     }
 
-    pub fn notice_due(&mut self, id: PublicationId) {
-        let now = self.now();
-        match self.notices.open.get(&id) {
-            Some((_, give_up)) if now < *give_up => {
-                self.timers.set(Timer::Notice(id), Some(now + REPEAT));
-                self.send_notice(id);
-            }
-            _ => self.close_notice(id),
-        }
-    }
-
-    fn close_notice(&mut self, id: PublicationId) {
-        self.notices.open.remove(&id);
-        self.timers.set(Timer::Notice(id), None);
-        self.check_idle();
-    }
-
     /// The source answered.
     pub fn on_finished_ack(&mut self, agent: Incarnation, ack: &wire::FinishedAck) {
-        self.close_notice(PublicationId {
+        let id = PublicationId {
             source: agent,
             key: key(ack.key),
             epoch: Epoch(ack.epoch),
-        });
+        };
+        self.notice_event(id, Event::Acknowledged);
     }
 
     /// A source said what it has published under a key: a notice that waited for it can go.
@@ -113,17 +122,16 @@ impl Control {
     }
 
     /// A new link: everything that was not acknowledged is told again.
-    pub fn repeat_notices(&self, agent: Incarnation) {
-        for id in self.notices.open.keys().filter(|id| id.source == agent) {
-            self.send_notice(*id);
+    pub fn repeat_notices(&mut self, agent: Incarnation) {
+        for id in self.notices.ids_for(agent) {
+            self.notice_event(id, Event::Linked);
         }
     }
 
     /// Nobody to tell any more.
     pub fn drop_notices(&mut self, agent: Incarnation) {
-        let ids: Vec<PublicationId> = self.notices.open.keys().copied().collect();
-        for id in ids.into_iter().filter(|id| id.source == agent) {
-            self.close_notice(id);
+        for id in self.notices.ids_for(agent) {
+            self.notice_event(id, Event::SourceLost);
         }
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use super::api::{EventKind, PublishDesc, ReceiveDesc};
@@ -69,6 +69,7 @@ pub(super) fn receive(
         states: wants.states.iter().map(|s| s.group).collect(),
     };
     let parts = parts_of(&wants);
+    let submitted = vec![false; parts.len()];
     let cell = Arc::new(ImportCell {
         cell: Cell::new(
             id,
@@ -81,7 +82,7 @@ pub(super) fn receive(
         part_bytes: Mutex::new(vec![0; parts.len()]),
         parts,
         jobs: Mutex::default(),
-        submitted: AtomicU32::new(0),
+        submitted: Mutex::new(submitted),
         transport: Mutex::new(""),
         aux: Mutex::default(),
         slots,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::api::{EventKind, PublishDesc};
 use super::cells::{Cell, Observer};
 use super::control::Command;
-use super::shared::{Shared, State, remember};
+use super::shared::{Shared, State};
 use super::slots::GroupSlots;
 use super::source::{NewPublication, PublicationCell};
 use super::ticket::encode_ticket;
@@ -115,13 +115,16 @@ pub(super) fn publish(
             observer,
         ),
         id,
+        lease,
+        entry: entry.clone(),
         ticket,
         claimed: AtomicU32::new(0),
         readers_done: AtomicU32::new(0),
         readers_expected: AtomicU32::new(0),
         bytes: AtomicU64::new(0),
     });
-    remember(&mut shared.lock().published, &cell);
+    let weak = Arc::downgrade(&cell);
+    shared.lock().published.insert(number, weak);
     shared.send(Command::Publish(Box::new(NewPublication {
         cell: cell.clone(),
         lease,

@@ -7,15 +7,19 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::begin::{ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_of, resolve_ends};
+use super::begin::{
+    ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_of, parts_moved, resolve_ends,
+};
 use super::control::{Command, Control, Timer};
 use super::notices::Finished;
 use super::peers::Route;
+use super::serving::data_open;
 use super::ticket::{decode_ticket, entry_of, key};
 use super::{lock, metadata};
 use crate::error::{Error, Status};
 use crate::ids::{Epoch, Incarnation, PublicationId};
 use crate::memory::Pool;
+use crate::observe::fault;
 use crate::plan::Pair;
 use crate::session::reader::{self, Action, Event};
 use crate::session::{End, Now};
@@ -28,6 +32,8 @@ pub(super) struct NewJob {
     /// Epoch 0: the source has to be asked what it published.
     pub id: PublicationId,
     pub job: Option<Arc<ReadJob>>,
+    /// Parts of the import that the job moves bytes of.
+    pub parts: Vec<usize>,
 }
 
 /// An import on its way to the control thread.
@@ -184,7 +190,7 @@ impl Control {
             key: Some(new.id.key.into()),
             epoch: new.id.epoch.0,
         };
-        if job.bytes() == 0 {
+        if new.parts.is_empty() {
             return self.import_event(id, Event::Stopped(at, End::ok()));
         }
         let path = match route.get() {
@@ -199,10 +205,10 @@ impl Control {
             }
         };
         let cell = &import.new.cell;
-        cell.submitted.fetch_add(1, Ordering::Relaxed);
-        *lock(&cell.transport) = path.name();
+        cell.submit(&new.parts, path.name());
         let priority = import.new.priority;
         self.send_to(new.id.source, Body::Claim(claim));
+        fault::point("claimed");
         let workers = self.shared.workers.count() as u64;
         let share = job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
         job.shared_by(share);
@@ -289,6 +295,12 @@ impl Control {
             metadata::status(ended.status),
             format!("the source ended the publication: {}", ended.text),
         );
+        let publication = PublicationId {
+            source: agent,
+            key,
+            epoch: Epoch(ended.epoch),
+        };
+        self.notice_event(publication, crate::session::notice::Event::Ended);
         for (id, at) in self.jobs_from(agent) {
             let matches = self.imports.get(&id).is_some_and(|import| {
                 let job = &import.new.jobs[at].id;
@@ -328,8 +340,11 @@ impl Control {
         match bind(&new.jobs[at].pair, &new.wants, entry) {
             Ok(bindings) => {
                 add_part_bytes(&mut lock(&new.cell.part_bytes), &bindings);
+                new.jobs[at].parts = parts_moved(&new.jobs[at].pair, &new.wants, &bindings);
                 let bindings = bindings.into_iter().map(|(_, b)| b).collect();
-                let job = Arc::new(ReadJob::new(bindings, new.pools.clone(), lease_of(entry)));
+                let request = data_open(&new.wants, new.cell.cell.key, entry.epoch);
+                let (pools, lease) = (new.pools.clone(), lease_of(entry));
+                let job = Arc::new(ReadJob::new(bindings, pools, lease, request));
                 lock(&new.cell.jobs).push(job.clone());
                 new.jobs[at].job = Some(job);
                 self.try_start(id, at);
@@ -380,26 +395,27 @@ impl Control {
             .get(&id)
             .is_some_and(|i| !i.new.jobs.is_empty());
         if !known {
-            let (routes, pairs) = self.inward_pairs(agent, ticket.dp_rank)?;
+            let senders = self.inward_pairs(agent, ticket.dp_rank)?;
             let Some(import) = self.imports.get_mut(&id) else {
                 return Ok(());
             };
             check_prefix(import.new.wants.prefix_tag, ticket)?;
             resolve_ends(&mut import.new.wants, ticket)?;
             *lock(&import.new.cell.aux) = ticket.aux.clone();
-            import.new.jobs = pairs
-                .into_iter()
-                .map(|(source, pair)| NewJob {
+            for (route, pair) in senders {
+                let id = PublicationId {
+                    source: route.incarnation,
+                    key: key(ticket.key),
+                    epoch: Epoch(0),
+                };
+                import.new.routes.push(route);
+                import.new.jobs.push(NewJob {
                     pair,
-                    id: PublicationId {
-                        source,
-                        key: key(ticket.key),
-                        epoch: Epoch(0),
-                    },
+                    id,
                     job: None,
-                })
-                .collect();
-            import.new.routes = routes;
+                    parts: Vec::new(),
+                });
+            }
             import.machine.expect(import.new.jobs.len());
         }
         let Some(import) = self.imports.get(&id) else {
@@ -470,7 +486,10 @@ fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>) -> End {
             format!("stopped after {} of {} bytes", job.moved(), job.bytes()),
         );
     }
-    match path.attest(job) {
+    fault::point("before_attest");
+    let attested = path.attest(job);
+    fault::point("after_attest");
+    match attested {
         Ok(true) => End::ok(),
         Ok(false) => End::new(
             Status::KVF_ERR_EXPIRED,

@@ -13,6 +13,7 @@ use super::control::Command;
 use super::log::Log;
 use super::metadata::EngineInfo;
 use super::peers::Route;
+use super::serving::DataConnections;
 use super::slots::Slots;
 use super::source::PublicationCell;
 use crate::bail;
@@ -35,6 +36,7 @@ pub(super) struct Shared {
     pub leases: Arc<LeaseTable>,
     pub commands: mpsc::UnboundedSender<Command>,
     pub workers: Workers,
+    pub data: DataConnections,
     pub log: Log,
     next_id: AtomicU64,
     next_pool: AtomicU32,
@@ -55,7 +57,7 @@ pub(super) struct State {
     /// Imports that were not ended inside their begin call, to find the unsafe ones.
     pub running: Vec<Weak<ImportCell>>,
     /// Publications that are not ended, to fail them if the control thread breaks.
-    pub published: Vec<Weak<PublicationCell>>,
+    pub published: BTreeMap<u64, Weak<PublicationCell>>,
     /// Publications that have not ended, transfers that are not safe.
     pub live: u64,
 }
@@ -105,6 +107,7 @@ impl Shared {
             leases,
             commands,
             workers,
+            data: DataConnections::default(),
             log,
             next_id: AtomicU64::new(1),
             next_pool: AtomicU32::new(1),
@@ -145,7 +148,7 @@ impl Shared {
         for cell in state.running.iter().filter_map(Weak::upgrade) {
             cell.cell.end(end.clone());
         }
-        for cell in state.published.iter().filter_map(Weak::upgrade) {
+        for cell in state.published.values().filter_map(Weak::upgrade) {
             cell.cell.end(end.clone());
         }
     }

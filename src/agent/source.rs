@@ -1,6 +1,6 @@
 //! The control thread's table of publications: events in, actions of the session machine out.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -16,6 +16,7 @@ use super::ticket::key;
 use crate::error::Status;
 use crate::ids::{Consumer, Epoch, Incarnation, Key, PublicationId};
 use crate::memory::Lease;
+use crate::observe::fault;
 use crate::plan::{Plan, Policy};
 use crate::session::source::{Action, Event, Publication};
 use crate::session::{End, Now};
@@ -26,6 +27,8 @@ use crate::wire::{self, Body, TicketEntry};
 pub(super) struct PublicationCell {
     pub cell: Cell,
     pub id: PublicationId,
+    pub lease: Lease,
+    pub entry: TicketEntry,
     pub ticket: Vec<u8>,
     /// Readers: seen (bit 31), finished and expected, for `info`.
     pub claimed: AtomicU32,
@@ -69,7 +72,13 @@ pub(super) struct Publications {
     by_key: HashMap<Key, Epoch>,
     /// Readers that asked for a key before it was published.
     awaiting: HashMap<Key, Vec<Incarnation>>,
+    /// Agents that were lost and have not come back, and why: their engines' other ranks may
+    /// still claim, and must not wait for them.
+    lost: BTreeMap<Incarnation, End>,
 }
+
+/// Lost agents that are remembered.
+const MAX_LOST: usize = 1024;
 
 impl Publications {
     pub fn forget_awaiting(&mut self, key: Key) {
@@ -141,6 +150,7 @@ impl Control {
             match action {
                 Action::Revoke => {
                     self.shared.leases.revoke(lease);
+                    fault::point("after_revoke");
                 }
                 Action::Ack(consumer) => self.ack(consumer.incarnation, id),
                 Action::Tell(consumer, end) => self.tell_ended(consumer.incarnation, id, &end),
@@ -157,7 +167,11 @@ impl Control {
             self.publications.by_key.remove(&id.key);
         }
         self.drop_push(id);
-        self.shared.lock().slots.end_read(&entry.new.slots);
+        {
+            let mut state = self.shared.lock();
+            state.slots.end_read(&entry.new.slots);
+            state.published.remove(&id.epoch.0);
+        }
         self.shared.log.debug(format_args!(
             "publication of {} ended: {:?} {}",
             id.key, end.status, end.text
@@ -168,6 +182,7 @@ impl Control {
     }
 
     fn ack(&self, agent: Incarnation, id: PublicationId) {
+        fault::point("before_ack");
         let ack = wire::FinishedAck {
             key: Some(id.key.into()),
             epoch: id.epoch.0,
@@ -223,9 +238,27 @@ impl Control {
         };
         if self.publications.entries.contains_key(&id) {
             let expected = self.expected(agent, id);
-            self.publication_event(id, Event::Claimed { consumer, expected });
+            self.publication_claimed(id, consumer, expected);
         } else {
             self.publications_unknown(agent, id);
+        }
+    }
+
+    fn publication_claimed(
+        &mut self,
+        id: PublicationId,
+        consumer: Consumer,
+        expected: Vec<Consumer>,
+    ) {
+        self.publications.lost.remove(&consumer.incarnation); // it speaks
+        let lost = |c: &Consumer| {
+            let end = self.publications.lost.get(&c.incarnation)?;
+            Some((c.incarnation, end.clone()))
+        };
+        let lost: Vec<_> = expected.iter().filter_map(lost).collect();
+        self.publication_event(id, Event::Claimed { consumer, expected });
+        for (agent, end) in lost {
+            self.publication_event(id, Event::PeerLost(agent, end));
         }
     }
 
@@ -247,7 +280,8 @@ impl Control {
         })
     }
 
-    /// Every reader of this agent's engine that the plan sends to us for this publication.
+    /// Every reader of this agent's engine that the plan sends to us for this publication. A push
+    /// answers one receiver's offer, so it has one reader.
     fn expected(&mut self, agent: Incarnation, id: PublicationId) -> Vec<Consumer> {
         let (Some(plan), Some(remote), Some(entry)) = (
             self.outward_plan(agent),
@@ -256,6 +290,9 @@ impl Control {
         ) else {
             return Vec::new();
         };
+        if entry.new.push.is_some() {
+            return Vec::new();
+        }
         let Some(own) = self.shared.lock().engine.clone() else {
             return Vec::new();
         };
@@ -328,12 +365,14 @@ impl Control {
             return self.ack(agent, id);
         }
         // A reader that moved nothing may finish without ever having claimed.
-        if let Some(entry) = self.publications.entries.get(&id) {
+        if let Some(entry) = self.publications.entries.get(&id)
+            && !entry.machine.noted(consumer)
+        {
             let bytes = &entry.new.cell.bytes;
             bytes.fetch_add(finished.bytes, Ordering::Relaxed);
         }
         let expected = self.expected(agent, id);
-        self.publication_event(id, Event::Claimed { consumer, expected });
+        self.publication_claimed(id, consumer, expected);
         self.publication_event(id, Event::Finished(consumer, status));
     }
 
@@ -353,6 +392,10 @@ impl Control {
 
     /// An agent died: its publications no longer wait for it.
     pub fn readers_lost(&mut self, agent: Incarnation, end: &End) {
+        self.publications.lost.insert(agent, end.clone());
+        if self.publications.lost.len() > MAX_LOST {
+            self.publications.lost.pop_first();
+        }
         for id in self.publications.ids_awaiting(agent) {
             self.publication_event(id, Event::PeerLost(agent, end.clone()));
         }
@@ -372,7 +415,11 @@ impl Control {
     /// The receiver of a push ended its offer without a transfer.
     pub fn on_offer_ended(&mut self, agent: Incarnation, ended: &wire::OfferEnded) {
         let id = self.publication_id(key(ended.key), ended.epoch);
-        if let Some(consumer) = self.consumer(agent) {
+        let answers = self.publications.entries.get(&id).is_some_and(|entry| {
+            let push = entry.new.push;
+            push.is_some_and(|(receiver, offer)| receiver == agent && offer == ended.offer)
+        });
+        if let Some(consumer) = self.consumer(agent).filter(|_| answers) {
             let status = metadata::status(ended.status);
             self.publication_event(id, Event::Finished(consumer, status));
         }

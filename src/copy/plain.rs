@@ -6,9 +6,11 @@ use super::rows::Row;
 #[cfg(any(test, miri, not(target_arch = "x86_64")))]
 pub(super) const KERNEL: super::Kernel = super::Kernel {
     name: "memcpy",
-    copy: |row, _| {
-        // SAFETY: a kernel is called with the promise that `copy` asks for.
-        unsafe { copy(row) }
+    copy: |rows, _| {
+        for row in rows {
+            // SAFETY: a kernel is called with the promise that `copy` asks for.
+            unsafe { copy(row) }
+        }
     },
     streams: false,
 };

@@ -8,11 +8,15 @@ use std::arch::x86_64::{
 };
 use std::ptr::copy_nonoverlapping;
 
-use super::rows::Row;
-use super::{Kernel, LEAD, plain};
+use super::rows::{LEAD, Row};
+use super::{Kernel, plain};
 
 /// Bytes of a cache line: what a streaming store must fill whole to be worth it.
 const LINE: usize = 64;
+
+/// Aligned runs up to this are prefetched whole while the run before is copied; of longer ones only
+/// the beginning is, and the rest leaves itself to a nearer prefetch.
+const WHOLE: usize = 16 << 10;
 
 /// Runs below this are short: what surrounds the copy of each (a call, peeling to alignment) counts.
 const SHORT: usize = 1024;
@@ -68,9 +72,11 @@ vector!(
 macro_rules! kernel {
     ($fn:ident, $const:ident, $name:literal, $vector:ty, $stream:literal, $feature:literal) => {
         #[target_feature(enable = $feature)]
-        unsafe fn $fn(row: &Row, next: &Row) {
-            // SAFETY: the caller's promise, passed on.
-            unsafe { copy::<$vector, $stream>(row, next) }
+        unsafe fn $fn(rows: &[Row], later: &[Row]) {
+            for (row, next) in rows.iter().zip(later) {
+                // SAFETY: the caller's promise, passed on.
+                unsafe { copy::<$vector, $stream>(row, next) }
+            }
         }
         const $const: Kernel = Kernel {
             name: $name,
@@ -145,6 +151,28 @@ pub(super) fn fence() {
     unsafe { _mm_sfence() }
 }
 
+impl Row {
+    /// The part from the run `skip` on; empty beyond the end.
+    #[inline(always)]
+    fn tail(&self, skip: usize) -> Row {
+        Row {
+            src: self.src.wrapping_add(skip.wrapping_mul(self.src_stride)),
+            dst: self.dst.wrapping_add(skip.wrapping_mul(self.dst_stride)),
+            count: self.count.saturating_sub(skip),
+            ..*self
+        }
+    }
+
+    /// The first `count` runs at most.
+    #[inline(always)]
+    fn head(&self, count: usize) -> Row {
+        Row {
+            count: self.count.min(count),
+            ..*self
+        }
+    }
+}
+
 /// Copies `row`; prefetches up to [`LEAD`] bytes ahead, into `next` where the row ends.
 ///
 /// # Safety
@@ -152,11 +180,11 @@ pub(super) fn fence() {
 /// destination; the two do not overlap. `next` is only prefetched.
 #[inline(always)]
 unsafe fn copy<V: Vector, const STREAM: bool>(row: &Row, next: &Row) {
-    let whole_lines =
-        row.run % LINE == 0 && (!STREAM || (row.dst.addr() | row.dst_stride) % LINE == 0);
+    let whole_lines = row.run.is_multiple_of(LINE)
+        && (!STREAM || (row.dst.addr() | row.dst_stride).is_multiple_of(LINE));
     // SAFETY: the caller's promise, passed on.
     unsafe {
-        if whole_lines && (row.run < SHORT || STREAM && row.run <= LEAD) {
+        if whole_lines && (row.run < SHORT || STREAM && row.run <= WHOLE) {
             short::<V, STREAM>(row, next);
         } else if STREAM && row.run >= SHORT {
             long::<V>(row, next);
@@ -177,7 +205,11 @@ unsafe fn copy<V: Vector, const STREAM: bool>(row: &Row, next: &Row) {
 /// As [`copy`]; the run is a multiple of [`LINE`] and, to stream, so are `dst` and its stride.
 #[inline(always)]
 unsafe fn short<V: Vector, const STREAM: bool>(row: &Row, next: &Row) {
-    let ahead = (LEAD / row.run).clamp(1, row.count);
+    let ahead = if row.bytes() <= LEAD {
+        row.count
+    } else {
+        (LEAD / row.run).clamp(1, row.count)
+    };
     let inside = row.count - ahead;
     let last = row.tail(inside);
     // Without a next row the lines just copied are prefetched, which costs next to nothing.
@@ -224,9 +256,9 @@ unsafe fn long<V: Vector>(row: &Row, next: &Row) {
             (0, _) => next.src,
             _ => rest.src,
         };
-        // Up to the last LEAD bytes the run itself lies ahead; then the next one does. The seam is
-        // at a destination line, so that it is written whole.
-        let seam = run.run.saturating_sub(LEAD);
+        // Up to the last LEAD bytes of a long run, itself lies ahead; then the next one does. The
+        // seam is at a destination line, so that it is written whole.
+        let seam = if run.run > WHOLE { run.run - LEAD } else { 0 };
         let seam = seam.saturating_sub(run.dst.wrapping_add(seam).addr() % LINE);
         // SAFETY: both parts lie inside this run.
         unsafe {
@@ -293,20 +325,23 @@ fn prefetch<const HINT: i32>(at: *const u8) {
     unsafe { _mm_prefetch::<HINT>(at.cast()) }
 }
 
-/// Copies one line.
+/// Copies one line: all of it is loaded before anything is stored.
 ///
 /// # Safety
 /// As [`copy`], for [`LINE`] bytes; to stream, `dst` is a multiple of [`LINE`].
 #[inline(always)]
 unsafe fn line<V: Vector, const STREAM: bool>(dst: *mut u8, src: *const u8) {
-    for at in (0..LINE).step_by(size_of::<V>()) {
-        // SAFETY: LINE is a multiple of the vector's size.
-        unsafe {
-            let v = V::load(src.add(at));
+    let size = size_of::<V>();
+    let count = LINE / size;
+    // SAFETY: `count` vectors are a line; the index is clamped to them where the line has fewer
+    // than four, and only those are stored.
+    unsafe {
+        let v = [0, 1, 2, 3].map(|i| V::load(src.add(i.min(count - 1) * size)));
+        for (i, v) in v.into_iter().take(count).enumerate() {
             if STREAM {
-                v.stream(dst.add(at));
+                v.stream(dst.add(i * size));
             } else {
-                v.store(dst.add(at));
+                v.store(dst.add(i * size));
             }
         }
     }

@@ -59,11 +59,13 @@ pub struct kvf_agent_config {
     pub log: kvf_log_fn,
     /// First argument of `log`.
     pub log_arg: *mut c_void,
+    /// How long a thread looks at a data socket before it sleeps, in ns; 0 = it sleeps at once.
+    pub spin_ns: u64,
 }
 abi_struct!(head kvf_agent_config {
     struct_size, abi_version, workers, name, listen, affinity, num_affinity, transports,
     fingerprint, connect_ns, peer_silence_ns, heartbeat_ns, claim_ns, lease_ns, transfer_ns,
-    max_publications, log_level, log, log_arg,
+    max_publications, log_level, log, log_arg, spin_ns,
 });
 
 /// A slot that an ended transfer may still write to.
@@ -162,6 +164,7 @@ impl kvf_agent_config {
                 transfer: nanos_or(self.transfer_ns, default.transfer),
             },
             max_publications: self.max_publications,
+            spin: Duration::from_nanos(self.spin_ns),
         };
         Ok((config, log))
     }
@@ -176,8 +179,8 @@ impl kvf_agent_config {
 ///
 /// @param agent       The agent, or NULL.
 /// @param timeout_ns  Longest wait for running copies and threads, in ns; 0 = none.
-/// @return KVF_OK when no memory of the caller can be written any more; otherwise an error whose
-///         text lists the slots that are still in quarantine.
+/// @return KVF_OK: no memory of the caller is touched any more; KVF_ERR_DEADLINE: a thread was
+///         still busy and was left behind, slots of running transfers must not be reused.
 ///
 /// # Safety
 /// @p agent must be live or NULL, and no other call on it may be running or follow.

@@ -39,18 +39,6 @@ pub const KVF_ROLE_RECURRENT: u32 = 8;
 /// Bytes that only the engine understands.
 pub const KVF_ROLE_OPAQUE: u32 = 9;
 
-/// The roles by their numbers.
-const ROLES: [Role; 9] = [
-    Role::Key,
-    Role::Value,
-    Role::KeyValue,
-    Role::Latent,
-    Role::IndexKey,
-    Role::Scale,
-    Role::Conv,
-    Role::Recurrent,
-    Role::Opaque,
-];
 const _: () = {
     assert!(Role::Key as u32 == KVF_ROLE_KEY && Role::Value as u32 == KVF_ROLE_VALUE);
     assert!(Role::KeyValue as u32 == KVF_ROLE_KEY_VALUE);
@@ -270,8 +258,8 @@ pub unsafe extern "C" fn kvf_layout_destroy(layout: *mut kvf_layout) -> kvf_stat
 ///
 /// @param     agent   The agent.
 /// @param[in] layout  A layout over pools of this agent. Copied.
-/// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT or KVF_ERR_OUT_OF_RANGE with group, view, layer and
-///         numbers in kvf_last_error(); KVF_ERR_STATE when a layout was set before.
+/// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_DUPLICATE or KVF_ERR_OUT_OF_RANGE with group,
+///         view, layer and numbers in kvf_last_error(); KVF_ERR_STATE when a layout was set before.
 ///
 /// # Safety
 /// @p agent and @p layout must be live.
@@ -301,6 +289,13 @@ impl kvf_layout_desc {
     /// # Safety
     /// As `kvf_layout_create`.
     unsafe fn convert(&self) -> Result<RankLayout> {
+        if self.num_groups == 0 {
+            bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "desc.num_groups is 0; list every layer group of the model, also those without a \
+                 layer on this rank"
+            );
+        }
         // SAFETY: the caller's contract.
         let groups = unsafe {
             read_array(
@@ -393,7 +388,7 @@ impl kvf_view_desc {
     /// # Safety
     /// As `kvf_layout_create`.
     unsafe fn convert(&self, place: &str, pools_of: &mut Option<Weak<Shared>>) -> Result<View> {
-        let Some(role) = ROLES.into_iter().find(|role| *role as u32 == self.role) else {
+        let Some(role) = Role::from_code(self.role) else {
             bail!(
                 KVF_ERR_INVALID_ARGUMENT,
                 "{place}.role is {}, not one of KVF_ROLE_*",

@@ -48,8 +48,9 @@ abi_struct!(head kvf_peer_info {
 /// @param      user_data        Returned in the peer's events.
 /// @param[out] peer             Receives the peer; end it with kvf_peer_destroy().
 /// @return KVF_OK; KVF_ERR_INCOMPATIBLE with the field and both values when the caches do not fit,
-///         before any data moves; KVF_ERR_STATE before kvf_engine_create(); KVF_ERR_PROTOCOL for
-///         bytes that are no metadata; KVF_ERR_DUPLICATE when it was added before.
+///         before any data moves; KVF_ERR_STATE before kvf_engine_create();
+///         KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata and for this agent's own engine;
+///         KVF_ERR_ABI_MISMATCH for metadata of another major version.
 ///
 /// # Safety
 /// @p agent must be live, @p engine_metadata point to @p metadata_bytes readable bytes, @p peer be

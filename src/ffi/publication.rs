@@ -287,13 +287,7 @@ pub unsafe extern "C" fn kvf_publication_wait(
             .0
             .enter("publication")?;
         let status = publication.wait(Duration::from_nanos(timeout_ns));
-        say(status, || {
-            let (key, now) = (publication.key(), publication.info());
-            format!(
-                "the publication of {key} ended as {:?}: {status:?}",
-                now.outcome
-            )
-        })
+        say(status, || publication.error_text())
     })
 }
 
@@ -318,7 +312,8 @@ pub unsafe extern "C" fn kvf_publication_release(publication: *mut kvf_publicati
 }
 
 /// Ends a publication's handle. The offer itself stays until its readers have finished or its
-/// lease ends, and its event still comes: call kvf_publication_release() before to take it back.
+/// lease ends, but nobody is told any more: its events are withdrawn. To take the offer back, or
+/// to know when its slots may be reused, release it and wait before.
 ///
 /// @param publication  The publication, or NULL.
 /// @return KVF_OK.
@@ -399,7 +394,7 @@ pub unsafe extern "C" fn kvf_ticket_decline(
 impl kvf_publish_desc {
     /// # Safety
     /// As `kvf_publish`.
-    unsafe fn convert(&self) -> Result<PublishDesc> {
+    pub(crate) unsafe fn convert(&self) -> Result<PublishDesc> {
         must_be_zero(self.reserved, "desc.reserved")?;
         no_stream(self.stream, "desc.stream")?;
         // SAFETY: the caller's contract.

@@ -189,16 +189,17 @@ pub(crate) unsafe fn read_text(text: *const c_char, what: &str) -> Result<Option
     if text.is_null() {
         return Ok(None);
     }
-    // SAFETY: NUL-terminated by contract; strnlen stops there.
-    let len = unsafe { libc::strnlen(text, MAX_TEXT) };
-    if len == MAX_TEXT {
+    // SAFETY: NUL-terminated by contract.
+    let text = unsafe { CStr::from_ptr(text) };
+    if text.count_bytes() >= MAX_TEXT {
         crate::bail!(
             KVF_ERR_INVALID_ARGUMENT,
-            "{what} has no NUL in its first {MAX_TEXT} bytes"
+            "{what} has {} bytes, at most {} are allowed",
+            text.count_bytes(),
+            MAX_TEXT - 1
         );
     }
-    // SAFETY: `text` has a NUL, found above.
-    match unsafe { CStr::from_ptr(text) }.to_str() {
+    match text.to_str() {
         Ok(text) => Ok(Some(text.to_owned())),
         Err(why) => crate::bail!(KVF_ERR_INVALID_ARGUMENT, "{what} is not UTF-8: {why}"),
     }

@@ -258,6 +258,13 @@ fn texts_are_checked_and_cut_between_characters() {
         );
         let err = read_text(c"\xff".as_ptr(), "name").unwrap_err();
         assert_eq!(err.status, KVF_ERR_INVALID_ARGUMENT);
+        let mut long = vec![b'a'; MAX_TEXT];
+        long.push(0);
+        let err = read_text(long.as_ptr().cast(), "name").unwrap_err();
+        assert_eq!(err.status, KVF_ERR_INVALID_ARGUMENT);
+        long[MAX_TEXT - 1] = 0;
+        let text = read_text(long.as_ptr().cast(), "name").unwrap();
+        assert_eq!(text.map(|t| t.len()), Some(MAX_TEXT - 1));
         let mut buf = [1 as c_char; 4];
         assert_eq!(put_text(buf.as_mut_ptr(), 3, "a\u{e9}b"), 4);
         assert_eq!(CStr::from_ptr(buf.as_ptr()), c"a", "no half of a character");

@@ -322,7 +322,7 @@ pub unsafe extern "C" fn kvf_transfer_stream_wait(
 }
 
 /// Ends a transfer's handle. A running transfer is cancelled and detached: its slots stay in
-/// kvf_agent_quarantine() until they are safe.
+/// kvf_agent_quarantine() until they are safe. Its events that were not taken yet are withdrawn.
 ///
 /// @param transfer  The transfer, or NULL.
 /// @return KVF_OK.

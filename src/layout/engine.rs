@@ -1,335 +1,12 @@
-//! What the ranks of an engine hold together, and whether two engines fit.
+//! What the ranks of an engine hold together.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-use super::{Group, GroupKind, Layout, Ordinals, Role, Section, View, check, ranges};
+use super::{Group, Invariants, Layout, Ordinals, Role, View, ranges};
 use crate::bail;
 use crate::error::Result;
-
-/// What must be equal in two engines, whatever their parallel sizes, strides and block sizes are.
-/// Its digest travels in the head of the metadata.
-#[derive(Clone, Debug, PartialEq, Eq, Default)]
-pub struct Invariants {
-    /// Names model, revision and cache format.
-    pub fingerprint: String,
-    /// By group id.
-    pub groups: Vec<GroupInvariants>,
-}
-
-/// [`Invariants`] of one group.
-#[derive(Clone, Debug, PartialEq, Eq, Default)]
-pub struct GroupInvariants {
-    /// A state group, not a paged one.
-    pub state: bool,
-    /// All ranks' global layers, ascending.
-    pub layers: Vec<u32>,
-    /// By role, ascending; none if no rank has a layer of the group.
-    pub views: Vec<ViewInvariants>,
-}
-
-/// [`Invariants`] of one view.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ViewInvariants {
-    /// What the bytes are.
-    pub role: Role,
-    /// Bits of one element.
-    pub element_bits: u32,
-    /// Contiguous bytes of one head of one token (channel, state).
-    pub bytes_per_head: u64,
-    /// Heads (channels) over all shards.
-    pub total_heads: u64,
-    /// Packed sections by name, ascending: two engines may pack them in a different order.
-    pub sections: Vec<Section>,
-}
-
-impl ViewInvariants {
-    fn of(view: &View) -> Self {
-        let mut sections = view.sections.clone();
-        sections.sort_by(|a, b| a.name.cmp(&b.name));
-        Self {
-            role: view.role,
-            element_bits: view.element_bits,
-            bytes_per_head: view.bytes_per_head,
-            total_heads: view.total_heads(),
-            sections,
-        }
-    }
-}
-
-impl Invariants {
-    /// The invariants of the engine made of these ranks, which must not contradict each other.
-    ///
-    /// # Errors
-    /// `KVF_ERR_INVALID_ARGUMENT` names the two ranks, the field and both values; also what
-    /// [`check`] finds in one of them.
-    pub fn of(ranks: &[Layout]) -> Result<Self> {
-        let Some(first) = ranks.first() else {
-            bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "an engine has no ranks; at least 1 is needed"
-            );
-        };
-        let name = |rank: &Layout| format!("rank {}", rank.coordinates.global_rank);
-        let mut all = Self {
-            fingerprint: first.fingerprint.clone(),
-            groups: Vec::new(),
-        };
-        // Per group the first rank that has layers, to name it in a contradiction.
-        let mut models: Vec<&Layout> = Vec::new();
-        for rank in ranks {
-            check(rank).map_err(|e| e.context(name(rank)))?;
-            if rank.groups.len() != first.groups.len() {
-                bail!(
-                    KVF_ERR_INVALID_ARGUMENT,
-                    "{} lists {} groups and {} lists {}; a rank without layers of a group lists it empty",
-                    name(first),
-                    first.groups.len(),
-                    name(rank),
-                    rank.groups.len()
-                );
-            }
-        }
-        for g in 0..first.groups.len() {
-            let model = ranks
-                .iter()
-                .find(|r| !r.groups[g].layers.is_empty())
-                .unwrap_or(first);
-            models.push(model);
-            all.groups.push(GroupInvariants::of_rank(&model.groups[g]));
-        }
-        for rank in ranks {
-            let two = |model: &Layout| format!("{} and {}", name(model), name(rank));
-            if rank.fingerprint != first.fingerprint {
-                differ(None, "fingerprint", &first.fingerprint, &rank.fingerprint)
-                    .map_err(|e| contradiction(e, &two(first)))?;
-            }
-            for (g, group) in rank.groups.iter().enumerate() {
-                if group.layers.is_empty() {
-                    continue;
-                }
-                let model = &models[g].groups[g];
-                let (mut ours, theirs) = (
-                    GroupInvariants::of_rank(model),
-                    GroupInvariants::of_rank(group),
-                );
-                ours.layers = theirs.layers.clone(); // of one rank; only their union counts
-                ours.compare(&theirs, g)
-                    .and_then(|()| same_blocks(model, group, g))
-                    .map_err(|e| contradiction(e, &two(models[g])))?;
-                all.groups[g].layers.extend_from_slice(&group.layers);
-            }
-        }
-        for group in &mut all.groups {
-            group.layers.sort_unstable();
-            group.layers.dedup();
-        }
-        Ok(all)
-    }
-
-    /// Compares a source (self) with a destination.
-    ///
-    /// # Errors
-    /// `KVF_ERR_INCOMPATIBLE` names the first field that differs and both values.
-    pub fn compare(&self, destination: &Self) -> Result<()> {
-        if self.fingerprint != destination.fingerprint {
-            return differ(
-                None,
-                "fingerprint",
-                &self.fingerprint,
-                &destination.fingerprint,
-            );
-        }
-        if self.groups.len() != destination.groups.len() {
-            return differ(
-                None,
-                "number of layer groups",
-                self.groups.len(),
-                destination.groups.len(),
-            );
-        }
-        let pairs = self.groups.iter().zip(&destination.groups);
-        pairs
-            .enumerate()
-            .try_for_each(|(g, (src, dst))| src.compare(dst, g))
-    }
-}
-
-impl GroupInvariants {
-    fn of_rank(group: &Group) -> Self {
-        let mut views: Vec<_> = if group.layers.is_empty() {
-            Vec::new()
-        } else {
-            group.views.iter().map(ViewInvariants::of).collect()
-        };
-        views.sort_by_key(|v| v.role);
-        Self {
-            state: group.kind == GroupKind::State,
-            layers: group.layers.clone(),
-            views,
-        }
-    }
-
-    fn compare(&self, dst: &Self, g: usize) -> Result<()> {
-        let place = format!("group {g}");
-        let kind = |state| if state { "state" } else { "paged" };
-        if self.state != dst.state {
-            return differ(Some(&place), "kind", kind(self.state), kind(dst.state));
-        }
-        if self.layers != dst.layers {
-            let lacks = |a: &[u32], b: &[u32]| {
-                let gone: Vec<u32> = b.iter().filter(|l| !a.contains(l)).copied().collect();
-                if gone.is_empty() {
-                    "nothing".to_owned()
-                } else {
-                    ranges(&gone)
-                }
-            };
-            bail!(
-                KVF_ERR_INCOMPATIBLE,
-                "group {g}: layers differ: source {}, destination {}; the source lacks {}, the destination lacks {} (is a pipeline stage missing?)",
-                ranges(&self.layers),
-                ranges(&dst.layers),
-                lacks(&self.layers, &dst.layers),
-                lacks(&dst.layers, &self.layers)
-            );
-        }
-        let roles = |views: &[ViewInvariants]| {
-            let names: Vec<_> = views.iter().map(|v| v.role.name()).collect();
-            names.join(" ")
-        };
-        let (ours, theirs) = (roles(&self.views), roles(&dst.views));
-        if ours != theirs {
-            return differ(Some(&place), "view roles", ours, theirs);
-        }
-        self.views.iter().zip(&dst.views).try_for_each(|(s, d)| {
-            let place = format!("group {g}, view {}", s.role);
-            for (field, a, b) in [
-                (
-                    "element bits",
-                    u64::from(s.element_bits),
-                    u64::from(d.element_bits),
-                ),
-                ("bytes per head", s.bytes_per_head, d.bytes_per_head),
-            ] {
-                if a != b {
-                    return differ(Some(&place), field, a, b);
-                }
-            }
-            if s.sections != d.sections {
-                let text = |sections: &[Section]| {
-                    let parts: Vec<_> = sections
-                        .iter()
-                        .map(|s| format!("{}:{}", s.name, s.total))
-                        .collect();
-                    if parts.is_empty() {
-                        "none".to_owned()
-                    } else {
-                        parts.join(" ")
-                    }
-                };
-                return differ(
-                    Some(&place),
-                    "sections",
-                    text(&s.sections),
-                    text(&d.sections),
-                );
-            }
-            if s.total_heads != d.total_heads {
-                return differ(Some(&place), "total heads", s.total_heads, d.total_heads);
-            }
-            Ok(())
-        })
-    }
-}
-
-fn differ(
-    place: Option<&str>,
-    field: &str,
-    src: impl fmt::Display,
-    dst: impl fmt::Display,
-) -> Result<()> {
-    let place = place.map(|p| format!("{p}: ")).unwrap_or_default();
-    bail!(
-        KVF_ERR_INCOMPATIBLE,
-        "{place}{field} differ: source {src}, destination {dst}"
-    )
-}
-
-/// Turns "source a, destination b" into a contradiction of two ranks of one engine.
-fn contradiction(e: crate::error::Error, ranks: &str) -> crate::error::Error {
-    let text = e.text.replace("source ", "").replace("destination ", "");
-    crate::err!(
-        KVF_ERR_INVALID_ARGUMENT,
-        "{ranks} of one engine contradict each other: {text}"
-    )
-}
-
-/// Inside one engine the block size, the window and the ordinal stride must be equal, too.
-fn same_blocks(a: &Group, b: &Group, g: usize) -> Result<()> {
-    let place = format!("group {g}");
-    for (field, x, y) in [
-        ("tokens per block", a.tokens_per_slot(), b.tokens_per_slot()),
-        ("window", a.window(), b.window()),
-        ("ordinal stride", a.ordinals.stride, b.ordinals.stride),
-    ] {
-        if x != y {
-            return differ(Some(&place), field, x, y);
-        }
-    }
-    Ok(())
-}
-
-/// Whether a source and a destination engine fit: equal [`Invariants`], tokens per block in an
-/// integral ratio, and a source window that holds what the destination needs.
-///
-/// # Errors
-/// `KVF_ERR_INCOMPATIBLE` with field and both values; `KVF_ERR_INVALID_ARGUMENT` if the ranks of
-/// one engine contradict each other.
-pub fn compatible(src: &[Layout], dst: &[Layout]) -> Result<()> {
-    let ours = Invariants::of(src).map_err(|e| e.context("source engine"))?;
-    let theirs = Invariants::of(dst).map_err(|e| e.context("destination engine"))?;
-    ours.compare(&theirs)?;
-    blocks_fit(src, dst)
-}
-
-/// The part of [`compatible`] about blocks and windows; both engines must be free of
-/// contradictions and have the same number of groups.
-pub(crate) fn blocks_fit(src: &[Layout], dst: &[Layout]) -> Result<()> {
-    let first = |ranks: &[Layout], g: usize| -> Option<Group> {
-        let mut groups = ranks.iter().map(|r| &r.groups[g]);
-        groups.find(|group| !group.layers.is_empty()).cloned()
-    };
-    for g in 0..src.first().map_or(0, |r| r.groups.len()) {
-        let (Some(s), Some(d)) = (first(src, g), first(dst, g)) else {
-            continue;
-        };
-        let (st, dt) = (s.tokens_per_slot(), d.tokens_per_slot());
-        if st.max(dt) % st.min(dt) != 0 {
-            bail!(
-                KVF_ERR_INCOMPATIBLE,
-                "group {g}: tokens per block differ: source {st}, destination {dt}; one must divide the other"
-            );
-        }
-        let (sw, dw) = (s.window(), d.window());
-        if sw != 0 && (dw == 0 || dw > sw) {
-            let name = |w: u32| {
-                if w == 0 {
-                    "0 (all tokens)".to_owned()
-                } else {
-                    w.to_string()
-                }
-            };
-            bail!(
-                KVF_ERR_INCOMPATIBLE,
-                "group {g}: window differ: source {sw}, destination {}; the source keeps fewer live tokens than the destination needs",
-                name(dw)
-            );
-        }
-    }
-    Ok(())
-}
 
 /// Something that no rank of a set holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -505,6 +182,11 @@ fn missing_heads(
 /// `KVF_ERR_INVALID_ARGUMENT` or `KVF_ERR_DUPLICATE` names the ranks, or what is missing.
 pub fn validate_engine(ranks: &[Layout]) -> Result<()> {
     Invariants::of(ranks)?;
+    complete(ranks)
+}
+
+/// The part of [`validate_engine`] for ranks that do not contradict each other.
+pub(crate) fn complete(ranks: &[Layout]) -> Result<()> {
     let mut ids: Vec<u32> = ranks.iter().map(|r| r.coordinates.global_rank).collect();
     ids.sort_unstable();
     if let Some(twice) = ids.windows(2).find(|w| w[0] == w[1]) {
@@ -556,11 +238,9 @@ fn replicas(ranks: &[Layout]) -> Result<()> {
         }
     }
     for ((g, role, layer, shard, of, _), held) in shards {
-        for (i, (replica, count, dp, rank)) in held.iter().enumerate() {
-            if *count == 1 {
-                continue;
-            }
-            let place = format!("group {g}, view {role}, layer {layer}, shard {shard} of {of}");
+        let place = format!("group {g}, view {role}, layer {layer}, shard {shard} of {of}");
+        let declared = || held.iter().enumerate().filter(|(_, h)| h.1 > 1);
+        for (i, (replica, count, dp, rank)) in declared() {
             if let Some(other) = held[..i].iter().find(|h| h.0 == *replica && h.2 == *dp) {
                 bail!(
                     KVF_ERR_DUPLICATE,
@@ -568,6 +248,8 @@ fn replicas(ranks: &[Layout]) -> Result<()> {
                     other.3
                 );
             }
+        }
+        for (_, (_, count, _, rank)) in declared() {
             if let Some(absent) = (0..*count).find(|r| held.iter().all(|h| h.0 != *r)) {
                 bail!(
                     KVF_ERR_INVALID_ARGUMENT,

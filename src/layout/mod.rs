@@ -5,16 +5,17 @@
 //! `docs/layouts.md` explains the language with pictures.
 
 mod engine;
+mod invariants;
 mod overlap;
 pub mod shapes;
 mod validate;
 
 use std::ops::Range;
 
-pub use engine::{
-    Gap, GroupInvariants, Invariants, ViewInvariants, compatible, missing, validate_engine,
-};
-pub(crate) use engine::{atoms, blocks_fit, layer_classes};
+pub use engine::{Gap, missing, validate_engine};
+pub(crate) use engine::{atoms, complete, layer_classes};
+pub(crate) use invariants::blocks_fit;
+pub use invariants::{GroupInvariants, Invariants, ViewInvariants, compatible};
 pub use validate::{check, validate};
 
 /// Position of a rank in its engine. Only `global_rank` and `dp_rank` have a meaning to kvferry

@@ -68,3 +68,73 @@ fn search(a: (&[Axis], u64), b: (&[Axis], u64), delta: i128, budget: &mut u32) -
     }
     Some(false)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashSet;
+
+    /// A region with nested axes from (count, gap) pairs, innermost first.
+    fn region(base: u64, run: u64, nested: &[(u64, u64)]) -> Region {
+        let mut axes = Vec::new();
+        let mut inside = run;
+        for (count, gap) in nested {
+            let stride = inside + gap;
+            if *count > 1 {
+                axes.push((*count, stride));
+                inside = stride * count;
+            }
+        }
+        axes.reverse();
+        Region { base, run, axes }
+    }
+
+    fn bytes(r: &Region) -> HashSet<u64> {
+        let mut starts = vec![r.base];
+        for (count, stride) in &r.axes {
+            starts = starts
+                .iter()
+                .flat_map(|s| (0..*count).map(move |i| s + i * stride))
+                .collect();
+        }
+        starts.iter().flat_map(|s| *s..s + r.run).collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn agrees_with_listing_every_byte(
+            a in (0u64..60, 1u64..6, prop::collection::vec((1u64..5, 0u64..9), 0..4)),
+            b in (0u64..60, 1u64..6, prop::collection::vec((1u64..5, 0u64..9), 0..4)),
+        ) {
+            let (a, b) = (region(a.0, a.1, &a.2), region(b.0, b.1, &b.2));
+            let shared = bytes(&a).intersection(&bytes(&b)).next().is_some();
+            prop_assert_eq!(meet(&a, &b, &mut 100_000), Some(shared));
+            prop_assert_eq!(meet(&b, &a, &mut 100_000), Some(shared));
+        }
+    }
+
+    /// Keys and values of a pool with 10^6 blocks: layers interleaved in each block.
+    #[test]
+    fn interleaved_planes_take_few_steps() {
+        let axes = vec![(1_000_000, 64 * 8192), (64, 8192), (8, 512), (16, 32)];
+        let keys = Region {
+            base: 0,
+            run: 32,
+            axes,
+        };
+        let values = Region {
+            base: 4096,
+            ..keys.clone()
+        };
+        assert_eq!(meet(&keys, &values, &mut 100), Some(false));
+        let late = Region {
+            base: 4095,
+            ..keys.clone()
+        };
+        assert_eq!(meet(&keys, &late, &mut 100), Some(true));
+        assert_eq!(meet(&keys, &values, &mut 1), None);
+    }
+}

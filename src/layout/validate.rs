@@ -7,6 +7,8 @@ use crate::{bail, err};
 
 /// No address may reach this; keeps every sum in the planner far from overflow.
 const ADDRESS_LIMIT: u64 = 1 << 62;
+/// Ranks of context parallelism; every ordinal class is looked at once.
+const MAX_ORDINAL_STRIDE: u32 = 4096;
 /// Steps for one pair of regions; regular pools need fewer than a hundred.
 const OVERLAP_BUDGET: u32 = 200_000;
 
@@ -65,6 +67,12 @@ fn check_group(group: &Group) -> Result<()> {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
             "ordinals start at {offset} with stride {stride}; the offset must be below the stride (all blocks: 0 and 1)"
+        );
+    }
+    if stride > MAX_ORDINAL_STRIDE {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "ordinals have stride {stride}; at most {MAX_ORDINAL_STRIDE} is supported"
         );
     }
     match group.kind {

@@ -75,10 +75,8 @@ mod kernel {
         let mut file = File::from(fd);
         file.write_all(&vec![1; bytes as usize]).unwrap();
         // SAFETY: seals our own file.
-        assert_eq!(
-            unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) },
-            0
-        );
+        let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
+        assert_eq!(rc, 0);
         file.into()
     }
 

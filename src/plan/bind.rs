@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use super::lower::{Piece, Segment, Template, TemplateKind};
-use super::meeting::{Meeting, Side};
+use super::form::{Piece, Segment};
+use super::lower::{Template, TemplateKind};
+use super::meeting::Meeting;
+use super::table::{Table, Walk, check_ids};
 use super::{Pair, Pattern};
+use crate::bail;
 use crate::error::Result;
-use crate::{bail, err};
 
 /// What a request adds to a pair's template for one group.
 ///
@@ -57,6 +59,27 @@ pub struct Cursor {
     taken: u64,
 }
 
+impl Cursor {
+    /// The position as numbers, for a peer that derives the same binding: piece, segment, bytes.
+    pub fn to_parts(self) -> (u64, u64, u64) {
+        (self.piece as u64, self.segment as u64, self.taken)
+    }
+
+    /// A position that a peer named. One that does not exist in a binding is its end.
+    pub fn from_parts(piece: u64, segment: u64, taken: u64) -> Self {
+        let number = |n: u64| {
+            usize::try_from(n)
+                .unwrap_or(usize::MAX >> 1)
+                .min(usize::MAX >> 1)
+        };
+        Self {
+            piece: number(piece),
+            segment: number(segment),
+            taken: taken.min(1 << 60),
+        }
+    }
+}
+
 impl Binding {
     /// Checks tables and token range against the pair's two layouts and binds them.
     ///
@@ -79,10 +102,20 @@ impl Binding {
             tail: None,
             bytes: 0,
         };
+        let place = || format!("group {}", request.group);
+        if template.kind != TemplateKind::State && request.skip_token > request.token_end {
+            // Also where this pair has nothing to move: all ranks refuse alike.
+            let (skip, end) = (request.skip_token, request.token_end);
+            bail!(
+                KVF_ERR_OUT_OF_RANGE,
+                "{}: cannot skip {skip} of {end} tokens",
+                place()
+            );
+        }
         if let Some(meeting) = &template.meeting {
             binding
                 .fill(template, meeting, &request)
-                .map_err(|e| e.context(format!("group {}", request.group)))?;
+                .map_err(|e| e.context(place()))?;
         }
         Ok(binding)
     }
@@ -142,14 +175,6 @@ impl Binding {
     /// Returns the tokens that this pair moves.
     fn fill_blocks(&mut self, m: &Meeting, r: &Request<'_>, window: u64) -> Result<u64> {
         let dst_block = m.tokens * m.dst.ratio;
-        if r.skip_token > r.token_end {
-            bail!(
-                KVF_ERR_OUT_OF_RANGE,
-                "cannot skip {} of {} tokens",
-                r.skip_token,
-                r.token_end
-            );
-        }
         if r.skip_token == r.token_end {
             return Ok(0);
         }
@@ -214,7 +239,7 @@ impl Binding {
         let mut sum = 0;
         while let Some(piece) = template.pieces.get(cursor.piece) {
             while cursor.segment < per_piece {
-                let Some(pattern) = self.pattern(meeting, piece, cursor.segment) else {
+                let Some(pattern) = self.pattern(template, meeting, piece, cursor.segment) else {
                     break;
                 };
                 let left = max_bytes - sum;
@@ -242,10 +267,10 @@ impl Binding {
         sum
     }
 
-    fn pattern(&self, m: &Meeting, piece: &Piece, segment: usize) -> Option<Pattern> {
+    fn pattern(&self, t: &Template, m: &Meeting, at: &Piece, segment: usize) -> Option<Pattern> {
         match self.segments.get(segment) {
-            Some(s) => Some(piece.pattern(m, s, m.tokens)),
-            None => self.tail.map(|(s, tokens)| piece.pattern(m, &s, tokens)),
+            Some(s) => Some(t.pattern(at, m, s, m.tokens)),
+            None => self.tail.map(|(s, tokens)| t.pattern(at, m, &s, tokens)),
         }
     }
 }
@@ -295,167 +320,4 @@ fn split(p: &Pattern, from: u64, max: u64, cut_run: bool, out: &mut Vec<Pattern>
         out.push(part);
     }
     at - from
-}
-
-/// Ids must be slots that the views have, none twice.
-fn check_ids(slots: &[i32], limit: u32) -> Result<()> {
-    let mut seen = vec![0u64; limit.div_ceil(64) as usize];
-    for (i, slot) in slots.iter().enumerate() {
-        let id = *slot as u32;
-        if id >= limit {
-            if *slot == -1 {
-                continue;
-            }
-            bail!(
-                KVF_ERR_OUT_OF_RANGE,
-                "entry {i} of the table is slot {slot}; the view has {limit}"
-            );
-        }
-        let (word, bit) = ((id / 64) as usize, 1u64 << (id % 64));
-        if seen[word] & bit != 0 {
-            let first = slots.iter().position(|s| s == slot).unwrap_or(i);
-            bail!(
-                KVF_ERR_DUPLICATE,
-                "entries {first} and {i} of the table are both slot {slot}"
-            );
-        }
-        seen[word] |= bit;
-    }
-    Ok(())
-}
-
-/// One side's table.
-#[derive(Clone, Copy)]
-struct Table<'a> {
-    slots: &'a [i32],
-    side: Side,
-    first_ordinal: u64,
-    /// Owned blocks before the first entry.
-    before: u64,
-}
-
-impl<'a> Table<'a> {
-    fn new(slots: &'a [i32], first_ordinal: u64, side: Side) -> Self {
-        Self {
-            slots,
-            side,
-            first_ordinal,
-            before: side.ordinals.owned_below(first_ordinal),
-        }
-    }
-
-    /// Checks that there is an entry for every owned block of fine blocks `[begin, last)`.
-    fn covers(&self, begin: u64, last: u64, exact: bool) -> Result<()> {
-        let owned = |ordinal| self.side.ordinals.owned_below(ordinal);
-        let end = last.div_ceil(self.side.ratio);
-        let first = begin / self.side.ratio;
-        if owned(first) < self.before && owned(end) > owned(first) {
-            bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "the table starts at block ordinal {}, but blocks from ordinal {first} on are needed",
-                self.first_ordinal
-            );
-        }
-        let (needed, given) = (
-            owned(end).saturating_sub(self.before),
-            self.slots.len() as u64,
-        );
-        if given < needed || (exact && given != needed) {
-            bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "the table has {given} entries; owned block ordinals {}..{end} need {}{needed}",
-                self.first_ordinal,
-                if exact { "exactly " } else { "at least " }
-            );
-        }
-        Ok(())
-    }
-
-    /// Error for an entry that says "not held".
-    fn hole(&self, entry: u64, side: &str) -> crate::error::Error {
-        let o = self.side.ordinals;
-        let ordinal = (self.before + entry) * u64::from(o.stride) + u64::from(o.offset);
-        err!(
-            KVF_ERR_INVALID_ARGUMENT,
-            "{side} table entry {entry} (block ordinal {ordinal}) is -1, but its tokens are to be moved"
-        )
-    }
-}
-
-/// Walks the common blocks of two tables and joins neighbours.
-struct Walk<'a> {
-    src: Table<'a>,
-    dst: Table<'a>,
-    src_is_coarse: bool,
-    ratio: u32,
-    segments: &'a mut Vec<Segment>,
-}
-
-impl Walk<'_> {
-    /// Walks fine blocks `[begin, end)`; returns how many both own.
-    fn run(&mut self, m: &Meeting, begin: u64, end: u64) -> Result<u64> {
-        let (src_step, dst_step) = m.entries_per_period();
-        let mut blocks = 0;
-        for period in begin / m.period..end.div_ceil(m.period) {
-            let at = period * m.period;
-            for phase in &m.phases {
-                let block = at + phase.at;
-                if block < begin || block >= end {
-                    continue;
-                }
-                let src = period * src_step + phase.src - self.src.before;
-                let dst = period * dst_step + phase.dst - self.dst.before;
-                self.join(src, dst, phase.sub)?;
-                blocks += 1;
-            }
-        }
-        Ok(blocks)
-    }
-
-    /// Adds one fine block: table entries and its place in the coarser block.
-    #[inline]
-    fn join(&mut self, src: u64, dst: u64, sub: u32) -> Result<()> {
-        let s = self.src.slots[src as usize];
-        let d = self.dst.slots[dst as usize];
-        if s < 0 {
-            return Err(self.src.hole(src, "source"));
-        }
-        if d < 0 {
-            return Err(self.dst.hole(dst, "destination"));
-        }
-        let (coarse, fine) = if self.src_is_coarse { (s, d) } else { (d, s) };
-        let (coarse, fine) = (coarse as u32, fine as u32);
-        let mut new = Segment {
-            coarse,
-            fine,
-            sub,
-            len: 1,
-            count: 1,
-        };
-        if let Some(last) = self.segments.last_mut()
-            && last.len < self.ratio
-            && last.coarse == coarse
-            && last.sub + last.len == sub
-            && last.fine + last.len == fine
-        {
-            last.len += 1;
-            if last.len < self.ratio {
-                return Ok(());
-            }
-            new = *last;
-            self.segments.pop();
-        }
-        // A whole coarse block may continue the whole blocks before it.
-        if new.len == self.ratio
-            && let Some(last) = self.segments.last_mut()
-            && last.len == self.ratio
-            && last.coarse + last.count == new.coarse
-            && last.fine + last.count * self.ratio == new.fine
-        {
-            last.count += 1;
-            return Ok(());
-        }
-        self.segments.push(new);
-        Ok(())
-    }
 }

@@ -9,7 +9,7 @@ use super::file::LayoutFile;
 use super::{LayerAt, Pair, Plan, Policy, Share, Uncovered, lower, proof};
 use crate::bail;
 use crate::error::{Error, Result};
-use crate::layout::{Invariants, Layout, blocks_fit, validate_engine};
+use crate::layout::{Invariants, Layout, blocks_fit, complete};
 
 /// Half-open range.
 pub type Span = [u64; 2];
@@ -215,7 +215,7 @@ impl Explanation {
         let ours = Invariants::of(src).map_err(|e| e.context("source engine"))?;
         let theirs = Invariants::of(dst).map_err(|e| e.context("destination engine"))?;
         for (side, ranks) in [("source engine", src), ("destination engine", dst)] {
-            if let Err(e) = validate_engine(ranks) {
+            if let Err(e) = complete(ranks) {
                 self.fail(e.context(side));
             }
         }

@@ -69,7 +69,8 @@ impl Meeting {
         };
         let (src, dst) = (side(src), side(dst));
         let (a, b) = (src.period(), dst.period());
-        let period = a / gcd(a, b) * b;
+        // Both are below 2^44: ordinal strides and block sizes are bounded.
+        let period = (a / gcd(a, b)).saturating_mul(b);
         if period > MAX_PHASES {
             bail!(
                 KVF_ERR_UNSUPPORTED,

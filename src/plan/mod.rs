@@ -3,23 +3,26 @@
 //! A [`Plan`] is made once per pair of engines; a request only binds slots and a token range to
 //! it. Copies are strided patterns, never one descriptor per token or head.
 //!
-//! The steps: [`reshard`] intersects what the ranks hold and elects one source for every byte,
-//! [`proof`] checks the result against the destination layouts, [`lower`] turns rectangles of
-//! layers and heads into strided pieces, [`bind`] adds slots and a token range.
+//! The steps: `reshard` intersects what the ranks hold and elects one source for every byte,
+//! `proof` checks the result against the destination layouts, `lower` turns rectangles of
+//! layers and heads into strided pieces (`form` coalesces their axes), `bind` adds slots and a token range (`table` pairs the
+//! blocks, `meeting` knows which ones two ranks both own).
 
 mod bind;
 mod explain;
 pub mod file;
+mod form;
 mod lower;
 mod meeting;
 mod proof;
 mod reshard;
+mod table;
 
 use std::sync::Arc;
 
-use crate::bail;
-use crate::error::Result;
-use crate::layout::{Layout, compatible, validate_engine};
+use crate::error::{Result, Status::KVF_ERR_INVALID_ARGUMENT};
+use crate::layout::{Layout, compatible, complete};
+use crate::{bail, err};
 
 pub use bind::{Binding, Cursor, Request};
 pub use explain::{Explanation, Span, TransferRow, UncoveredRow, explain, explain_layouts};
@@ -122,11 +125,17 @@ impl Plan {
     ///
     /// # Errors
     /// `KVF_ERR_INCOMPATIBLE` with the field and both values, or the missing stage, rank, head;
-    /// `KVF_ERR_INVALID_ARGUMENT` or `KVF_ERR_DUPLICATE` for an engine that contradicts itself.
+    /// `KVF_ERR_INVALID_ARGUMENT` or `KVF_ERR_DUPLICATE` for a bad layout, or for ranks of one engine
+    /// that contradict each other.
     pub fn new(src: &[Layout], dst: &[Layout], policy: Policy) -> Result<Self> {
         compatible(src, dst)?;
-        validate_engine(src).map_err(|e| e.context("source engine"))?;
-        validate_engine(dst).map_err(|e| e.context("destination engine"))?;
+        for (side, ranks) in [("source engine", src), ("destination engine", dst)] {
+            complete(ranks).map_err(|e| match e.status {
+                // Alone a bad argument; here one side lacks what the other has.
+                KVF_ERR_INVALID_ARGUMENT => err!(KVF_ERR_INCOMPATIBLE, "{side}: {e}"),
+                _ => e.context(side),
+            })?;
+        }
         let (plan, uncovered) = Self::derive(src, dst, policy)?;
         if let Some(first) = uncovered.first() {
             bail!(

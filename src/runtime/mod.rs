@@ -3,9 +3,11 @@
 mod events;
 mod readable;
 mod thread;
+mod wake;
 mod workers;
 
 pub use events::EventQueue;
 pub use readable::readable;
 pub use thread::{Thread, check_affinity, spawn};
+pub use wake::Wake;
 pub use workers::Workers;

@@ -1,8 +1,11 @@
-//! Both sides of a handoff as pure state machines: (state, event, now) -> (state, actions), plus
+//! Both sides of a handoff, and the notice between them, as pure state machines: (state, event, now) -> (state, actions), plus
 //! the next deadline. Time is a duration since the agent's start; nothing here waits or sends.
 
+pub mod collective;
+pub mod notice;
 pub mod reader;
 pub mod source;
+pub mod votes;
 
 use crate::error::Status;
 
@@ -10,7 +13,7 @@ use crate::error::Status;
 pub type Now = std::time::Duration;
 
 /// Why something ended, with a line for people.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct End {
     /// `KVF_OK` or the cause.
     pub status: Status,

@@ -10,7 +10,7 @@ use super::{End, Now};
 use crate::error::Status::*;
 
 /// What happens to an import. `usize` is the job's index.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
     /// The job has everything it needs: link, data path, source slots.
     Ready(usize),
@@ -27,7 +27,7 @@ pub enum Event {
 }
 
 /// What must be done, in this order.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Tell the source that reading begins and start the copy.
     Start(usize),
@@ -43,7 +43,7 @@ pub enum Action {
     MemorySafe,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Job {
     Waiting,
     Running,
@@ -52,7 +52,7 @@ enum Job {
 }
 
 /// One import.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Import {
     jobs: Vec<Job>,
     deadline: Now,
@@ -152,10 +152,12 @@ impl Import {
             return;
         }
         if now >= self.deadline {
-            let waiting = self.jobs.iter().filter(|j| **j == Job::Waiting).count();
+            let count = |state| self.jobs.iter().filter(|j| **j == state).count();
             let text = format!(
-                "the deadline passed with {waiting} of {} source ranks not started",
-                self.jobs.len()
+                "the deadline passed: of {} source ranks, {} were not started, {} still copied",
+                self.jobs.len(),
+                count(Job::Waiting),
+                count(Job::Running)
             );
             self.fail(End::new(KVF_ERR_DEADLINE, text), actions);
         } else if now >= self.renew_at {

@@ -3,6 +3,8 @@
 //! Safety rests on one order: [`Action::Revoke`] comes before [`Action::End`], so the lease word
 //! is gone before the engine hears that its slots are safe; a reader that was still copying finds
 //! the word gone after its last byte and reports `expired`, never wrong bytes.
+//!
+//! `docs/protocol.md` has this machine as a table.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,10 +14,10 @@ use crate::error::Status::{self, *};
 use crate::ids::{Consumer, Incarnation};
 
 /// What happens to a publication.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// A reader begins. `expected`: every reader of its engine that the plan sends to us, and
-    /// that is not known to be dead.
+    /// A reader begins. `expected`: every reader of its engine that the plan sends to us; for one
+    /// that is already known to be dead, [`Event::PeerLost`] follows.
     Claimed {
         /// Who.
         consumer: Consumer,
@@ -24,7 +26,7 @@ pub enum Event {
     },
     /// A reader, or somebody holding the ticket of a queued request, is alive.
     Renewed(Consumer),
-    /// A reader has finished, in success or failure.
+    /// A reader has finished, in success or failure; its [`Event::Claimed`] went before.
     Finished(Consumer, Status),
     /// This side takes the offer back (release, a push's deadline or cancel).
     Withdrawn(End),
@@ -37,7 +39,7 @@ pub enum Event {
 }
 
 /// What must be done, in this order.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Clear the lease word.
     Revoke,
@@ -58,10 +60,19 @@ enum Reader {
     Reading,
     /// Has finished with this status.
     Finished(i32),
+    /// Was declared dead before it had finished. If it comes back, it is too late.
+    Lost(i32),
+}
+
+impl Reader {
+    /// Nothing more is expected of it.
+    fn is_over(self) -> bool {
+        matches!(self, Self::Finished(_) | Self::Lost(_))
+    }
 }
 
 /// One publication.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Publication {
     readers: BTreeMap<Consumer, Reader>,
     claim_deadline: Now,
@@ -100,10 +111,9 @@ impl Publication {
         self.lease_deadline.is_some()
     }
 
-    /// (finished, expected) readers.
+    /// (finished or lost, expected) readers.
     pub fn progress(&self) -> (u32, u32) {
-        let done = |r: &&Reader| matches!(r, Reader::Finished(_));
-        let finished = self.readers.values().filter(done).count();
+        let finished = self.readers.values().filter(|r| r.is_over()).count();
         (finished as u32, self.readers.len() as u32)
     }
 
@@ -113,7 +123,12 @@ impl Publication {
             && self
                 .readers
                 .iter()
-                .any(|(c, r)| c.incarnation == agent && !matches!(r, Reader::Finished(_)))
+                .any(|(c, r)| c.incarnation == agent && !r.is_over())
+    }
+
+    /// Whether this reader's end has been noted: another word of it changes nothing.
+    pub fn noted(&self, consumer: Consumer) -> bool {
+        self.readers.get(&consumer).is_some_and(|r| r.is_over())
     }
 
     /// Takes one event.
@@ -128,22 +143,19 @@ impl Publication {
                 for reader in expected {
                     self.readers.entry(reader).or_insert(Reader::Awaited);
                 }
-                let state = self.readers.entry(consumer).or_insert(Reader::Awaited);
-                if *state == Reader::Awaited {
-                    *state = Reader::Reading;
-                }
-                self.renew(now);
+                self.readers.entry(consumer).or_insert(Reader::Awaited);
+                self.contact(consumer, true, now, &mut actions);
             }
-            Event::Renewed(_) => self.renew(now),
+            Event::Renewed(consumer) => self.contact(consumer, false, now, &mut actions),
             Event::Finished(consumer, status) => {
                 let state = self.readers.entry(consumer).or_insert(Reader::Awaited);
-                // The first verdict counts; a repetition is only acknowledged.
-                if !matches!(state, Reader::Finished(_)) {
-                    *state = Reader::Finished(status as i32);
-                }
                 actions.push(Action::Ack(consumer));
-                self.renew(now);
-                self.end_if_all_finished(&mut actions);
+                // The first verdict counts; a repetition is only acknowledged.
+                if !state.is_over() {
+                    *state = Reader::Finished(status as i32);
+                    self.renew(now);
+                    self.end_if_all_finished(&mut actions);
+                }
             }
             Event::Withdrawn(end) => {
                 let told = match end.status {
@@ -160,8 +172,8 @@ impl Publication {
             }
             Event::PeerLost(agent, end) => {
                 for (consumer, state) in &mut self.readers {
-                    if consumer.incarnation == agent && !matches!(state, Reader::Finished(_)) {
-                        *state = Reader::Finished(end.status as i32);
+                    if consumer.incarnation == agent && !state.is_over() {
+                        *state = Reader::Lost(end.status as i32);
                     }
                 }
                 self.end_if_all_finished(&mut actions);
@@ -169,6 +181,25 @@ impl Publication {
             Event::Tick => self.tick(now, &mut actions),
         }
         actions
+    }
+
+    /// A sign of life. One of a reader that has finished, late or repeated, counts for nothing;
+    /// one that was declared dead hears that it is too late.
+    fn contact(&mut self, from: Consumer, reads: bool, now: Now, actions: &mut Vec<Action>) {
+        match self.readers.get_mut(&from) {
+            Some(Reader::Finished(_)) => return,
+            Some(Reader::Lost(_)) => {
+                let end = End::new(
+                    KVF_ERR_PEER_LOST,
+                    "the source had declared this reader lost",
+                );
+                actions.push(Action::Tell(from, end));
+                return;
+            }
+            Some(state) if reads => *state = Reader::Reading,
+            Some(_) | None => {}
+        }
+        self.renew(now);
     }
 
     fn renew(&mut self, now: Now) {
@@ -193,7 +224,9 @@ impl Publication {
         for state in self.readers.values() {
             match state {
                 Reader::Finished(0) => {}
-                Reader::Finished(code) => first_failure = first_failure.or(Some(*code)),
+                Reader::Finished(code) | Reader::Lost(code) => {
+                    first_failure = first_failure.or(Some(*code))
+                }
                 Reader::Awaited | Reader::Reading => return,
             }
         }

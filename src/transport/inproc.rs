@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, RwLockReadGuard};
+use std::sync::Arc;
 
 use super::span::{COPY_BYTES, Scratch, Source, copy_patterns};
 use super::{DataPath, ReadJob};
 use crate::bail;
 use crate::error::Result;
-use crate::memory::{LeaseTable, NONCE_BYTES, Pool};
+use crate::memory::{Entered, LeaseTable, NONCE_BYTES, Pool};
 use crate::plan::Pattern;
 
 /// Reads another agent of this process. Holding its pools keeps their memory mapped (shared) or
@@ -40,8 +40,9 @@ impl InprocPath {
 
 impl InprocPath {
     /// Keeps the source's pools open for one piece.
-    fn enter(&self, batch: &[Pattern]) -> Result<Vec<RwLockReadGuard<'_, bool>>> {
+    fn enter(&self, batch: &[Pattern]) -> Result<Vec<Entered<'_>>> {
         let mut ids: Vec<u32> = batch.iter().map(|p| p.src_pool).collect();
+        ids.sort_unstable();
         ids.dedup();
         let pools = ids.iter().filter_map(|id| self.pools.get(id));
         pools
@@ -98,5 +99,75 @@ impl fmt::Debug for InprocPath {
         f.debug_struct("InprocPath")
             .field("pools", &self.pools.len())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(miri))]
+mod tests {
+    use super::*;
+    use crate::error::Status;
+    use crate::memory::PageSize;
+    use crate::transport::span::tests::{Cache, filled, register, source_byte};
+
+    /// The source's lease table and pools 2 (shared) and 3 (registered, in `memory`).
+    fn source(memory: &mut [u8]) -> (Arc<LeaseTable>, BTreeMap<u32, Arc<Pool>>) {
+        let shared = Pool::create_shared(2, Cache::BYTES, None, PageSize::Default).unwrap();
+        let bytes = filled(2, Cache::BYTES as usize);
+        // SAFETY: both are that long, and the pool is new.
+        unsafe { shared.base().copy_from(bytes.as_ptr(), bytes.len()) };
+        let registered = register(3, memory);
+        let pools = BTreeMap::from([(2, Arc::new(shared)), (3, Arc::new(registered))]);
+        (Arc::new(LeaseTable::create(4).unwrap()), pools)
+    }
+
+    #[test]
+    fn a_job_arrives_byte_for_byte_while_its_lease_holds() {
+        let mut memory = filled(3, Cache::BYTES as usize);
+        let (leases, pools) = source(&mut memory);
+        let path = InprocPath::new(pools, leases.clone(), leases.nonce()).unwrap();
+        let mut ours = vec![0xee; 2 * Cache::BYTES as usize];
+        let dst = Arc::new(register(1, &mut ours));
+        let lease = leases.grant().unwrap();
+        let job = ReadJob::new(
+            Cache::bindings(2, 3),
+            BTreeMap::from([(1, dst.clone())]),
+            lease,
+            crate::wire::DataOpen::default(),
+        );
+        path.run(&job).unwrap();
+        assert_eq!(job.moved(), Cache::MOVED);
+        assert!(path.attest(&job).unwrap());
+        leases.revoke(lease);
+        assert!(!path.attest(&job).unwrap());
+        drop((job, dst));
+        assert!(ours == Cache::expected((2, 3), source_byte, 0xee));
+    }
+
+    #[test]
+    fn a_pool_that_the_source_does_not_have_fails_the_job() {
+        let mut memory = filled(3, Cache::BYTES as usize);
+        let (leases, mut pools) = source(&mut memory);
+        pools.remove(&3);
+        let path = InprocPath::new(pools, leases.clone(), leases.nonce()).unwrap();
+        let mut ours = vec![0; 2 * Cache::BYTES as usize];
+        let dst = Arc::new(register(1, &mut ours));
+        let job = ReadJob::new(
+            Cache::bindings(2, 3),
+            BTreeMap::from([(1, dst)]),
+            leases.grant().unwrap(),
+            crate::wire::DataOpen::default(),
+        );
+        let err = path.run(&job).unwrap_err();
+        assert_eq!(err.status, Status::KVF_ERR_TRANSFER);
+        assert!(err.text.contains("no pool 3"), "{err}");
+    }
+
+    #[test]
+    fn another_table_is_not_taken_for_the_announced_one() {
+        let leases = Arc::new(LeaseTable::create(1).unwrap());
+        let other = LeaseTable::create(1).unwrap();
+        let err = InprocPath::new(BTreeMap::new(), leases, other.nonce()).unwrap_err();
+        assert_eq!(err.status, Status::KVF_ERR_PROTOCOL);
     }
 }

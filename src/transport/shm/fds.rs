@@ -176,7 +176,8 @@ fn take_fds(message: &libc::msghdr) -> Vec<OwnedFd> {
     fds
 }
 
-#[cfg(all(test, not(miri)))]
+#[cfg(test)]
+#[cfg(not(miri))]
 mod tests {
     use super::*;
     use std::fs::File;

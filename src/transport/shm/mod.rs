@@ -370,5 +370,6 @@ impl fmt::Debug for ShmPath {
     }
 }
 
-#[cfg(all(test, not(miri)))]
+#[cfg(test)]
+#[cfg(not(miri))]
 mod tests;

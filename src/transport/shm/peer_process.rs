@@ -167,7 +167,8 @@ fn socket_option<T: Copy>(stream: BorrowedFd<'_>, name: libc::c_int) -> io::Resu
     Ok(unsafe { value.assume_init() })
 }
 
-#[cfg(all(test, not(miri)))]
+#[cfg(test)]
+#[cfg(not(miri))]
 mod tests {
     use super::*;
     use std::os::linux::net::SocketAddrExt;

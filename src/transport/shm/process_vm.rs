@@ -216,7 +216,8 @@ fn refusal(peer: &PeerProcess, what: &str, err: &io::Error) -> String {
     format!("{what}: {err}: {how}, {INSTEAD}")
 }
 
-#[cfg(all(test, not(miri)))]
+#[cfg(test)]
+#[cfg(not(miri))]
 mod tests {
     use super::*;
     use std::os::fd::AsFd;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::super::span::tests::{naive, pattern, patterns};
+use super::super::span::tests::{Cache, moved, naive, pattern, patterns, source_byte};
 use super::*;
 use crate::error::Status;
 use crate::memory::{LeaseTable, PageSize};
@@ -20,13 +20,8 @@ use crate::memory::{LeaseTable, PageSize};
 const SOURCE: &str = "KVFERRY_TEST_SOURCE";
 const MAPPED: u32 = 3;
 const PRIVATE: u32 = 4;
-const POOL_BYTES: u64 = 1 << 20;
+const POOL_BYTES: u64 = Cache::BYTES;
 const LEASES: u32 = 8;
-
-/// What the source's pools hold.
-fn source_byte(pool: u32, offset: usize) -> u8 {
-    (offset.wrapping_mul(0x9e37_79b9) >> 13) as u8 ^ pool as u8
-}
 
 fn fill(pool: &Pool) {
     for offset in 0..pool.bytes() as usize {
@@ -178,7 +173,12 @@ impl SourceProcess {
     }
 
     fn job(&self) -> ReadJob {
-        ReadJob::new(Vec::new(), BTreeMap::new(), self.lease)
+        ReadJob::new(
+            Vec::new(),
+            BTreeMap::new(),
+            self.lease,
+            crate::wire::DataOpen::default(),
+        )
     }
 
     fn kill(&mut self) {
@@ -197,7 +197,7 @@ impl Drop for SourceProcess {
 /// Our own pool, filled with something that the source never holds everywhere.
 struct Destination {
     memory: Vec<u8>,
-    pool: Pool,
+    pool: Arc<Pool>,
 }
 
 impl Destination {
@@ -207,6 +207,7 @@ impl Destination {
         let mut memory = vec![Self::FRESH; bytes];
         // SAFETY: the vector's buffer moves with the struct but never in memory.
         let pool = unsafe { Pool::register(1, memory.as_mut_ptr(), bytes as u64).unwrap() };
+        let pool = Arc::new(pool);
         Self { memory, pool }
     }
 
@@ -218,8 +219,9 @@ impl Destination {
     fn read(&self, path: &ShmPath, batch: &[Pattern]) -> Result<u64> {
         path.copy_batch(
             batch,
-            |id| (id == 1).then_some(&self.pool),
+            |id| (id == 1).then_some(&*self.pool),
             || false,
+            0,
             &mut Buffers::default(),
         )
     }
@@ -256,6 +258,44 @@ fn both_kinds_of_pool_arrive_byte_for_byte() {
 }
 
 #[test]
+fn a_job_is_shared_by_workers_and_attested() {
+    let mut source = SourceProcess::start();
+    for (keys, values) in [(MAPPED, MAPPED), (MAPPED, PRIVATE), (PRIVATE, PRIVATE)] {
+        let dst = Destination::new(2 * Cache::BYTES as usize);
+        let job = ReadJob::new(
+            Cache::bindings(keys, values),
+            BTreeMap::from([(1, dst.pool.clone())]),
+            source.lease,
+            crate::wire::DataOpen::default(),
+        );
+        assert_eq!(job.bytes(), Cache::MOVED);
+        std::thread::scope(|scope| {
+            let workers = [(); 3].map(|()| scope.spawn(|| source.path.run(&job)));
+            for worker in workers {
+                worker.join().unwrap().unwrap();
+            }
+        });
+        assert_eq!(job.moved(), Cache::MOVED);
+        assert!(source.path.attest(&job).unwrap());
+        let expected = Cache::expected((keys, values), source_byte, Destination::FRESH);
+        assert!(dst.bytes() == expected, "{keys} {values}");
+    }
+    source.kill();
+    let dst = Destination::new(2 * Cache::BYTES as usize);
+    let pools = BTreeMap::from([(1, dst.pool.clone())]);
+    let job = ReadJob::new(
+        Cache::bindings(MAPPED, PRIVATE),
+        pools,
+        source.lease,
+        crate::wire::DataOpen::default(),
+    );
+    let err = source.path.run(&job).unwrap_err();
+    assert_eq!(err.status, Status::KVF_ERR_PEER_LOST, "{err}");
+    job.cancel();
+    source.path.run(&job).unwrap();
+}
+
+#[test]
 fn more_ranges_than_one_call_takes_arrive_in_order() {
     let source = SourceProcess::start();
     // Reversed blocks, so that nothing merges: three calls and a bit.
@@ -280,8 +320,9 @@ fn a_stop_is_seen_between_two_calls() {
         .path
         .copy_batch(
             &batch,
-            |_| Some(&dst.pool),
+            |_| Some(&*dst.pool),
             || true,
+            0,
             &mut Buffers::default(),
         )
         .unwrap();
@@ -321,7 +362,14 @@ fn a_revoked_lease_is_not_attested_on_either_way() {
                 leases.view = None;
             }
         });
-        let job = |lease| ReadJob::new(Vec::new(), BTreeMap::new(), lease);
+        let job = |lease| {
+            ReadJob::new(
+                Vec::new(),
+                BTreeMap::new(),
+                lease,
+                crate::wire::DataOpen::default(),
+            )
+        };
         let LeaseRef { index, generation } = source.lease;
         assert!(source.path.attest(&job(source.lease)).unwrap());
         let later = LeaseRef {
@@ -474,8 +522,8 @@ proptest! {
         let mut shared = SHARED_SOURCE.lock().unwrap_or_else(|e| e.into_inner());
         let source = shared.get_or_insert_with(SourceProcess::start);
         let dst = Destination::new(1 << 16);
-        let moved = dst.read(&source.path, &batch).unwrap();
-        prop_assert_eq!(moved, batch.iter().map(super::super::span::tests::moved).sum::<u64>());
+        let read = dst.read(&source.path, &batch).unwrap();
+        prop_assert_eq!(read, batch.iter().map(moved).sum::<u64>());
         prop_assert!(dst.bytes() == naive(&batch, source_byte, 1 << 16, Destination::FRESH));
     }
 }

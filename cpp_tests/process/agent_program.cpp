@@ -1,0 +1,148 @@
+// A rank in a process of its own, driven line by line through its standard input; one answer line
+// for each command. Ends with its input.
+//
+//   agent_program NAME BLOCK_BYTES SLOTS TOKENS_PER_BLOCK pool|own
+//
+//   meta                                 -> engine metadata, hex
+//   fill SEED                            -> ok
+//   peer HEX                             -> status after waiting for it
+//   publish KEY TOKEN_END SLOTS [CLAIM_MS LEASE_MS]   -> ticket, hex
+//   published KEY MS                     -> status after waiting for its end
+//   release KEY                          -> ok
+//   import HEX SLOTS SKIP DEADLINE_MS    -> number of the transfer
+//   wait N MS                            -> status, then memory_safe
+//   differs SLOT SEED SOURCE_SLOT        -> first difference or "same"
+//   drain MS | destroy MS                -> status
+#include <iostream>
+#include <map>
+#include <sstream>
+
+#include "cache.hpp"
+
+using namespace process_test;
+
+namespace {
+
+std::vector<std::int32_t> slots(const std::string& list) {
+  std::vector<std::int32_t> all;
+  std::istringstream in(list);
+  for (std::string item; std::getline(in, item, ',');) all.push_back(std::stoi(item));
+  return all;
+}
+
+class Program {
+ public:
+  Program(const std::string& name, const Shape& shape) : cache_(quick(name), shape) {}
+
+  std::string run(const std::string& line) {
+    std::istringstream in(line);
+    std::string command;
+    in >> command;
+    if (command == "meta") return to_hex(cache_.engine.metadata());
+    if (command == "fill") {
+      std::uint32_t seed = 0;
+      in >> seed;
+      cache_.fill(seed);
+      return "ok";
+    }
+    if (command == "peer") {
+      std::string hex;
+      in >> hex;
+      peer_ = cache_.agent.add_peer(from_hex(hex));
+      return name(peer_.wait(10s));
+    }
+    if (command == "publish") return publish(in);
+    if (command == "published") {
+      std::uint64_t key = 0, ms = 0;
+      in >> key >> ms;
+      return name(publications_.at(key).wait(std::chrono::milliseconds(ms)));
+    }
+    if (command == "release") {
+      std::uint64_t key = 0;
+      in >> key;
+      publications_.at(key).release();
+      return "ok";
+    }
+    if (command == "import") return import(in);
+    if (command == "wait") {
+      std::size_t number = 0;
+      std::uint64_t ms = 0;
+      in >> number >> ms;
+      const auto status = transfers_.at(number).wait(std::chrono::milliseconds(ms));
+      return name(status) + (transfers_[number].query().memory_safe != 0 ? " safe" : " unsafe");
+    }
+    if (command == "differs") {
+      std::uint32_t slot = 0, seed = 0, source = 0;
+      in >> slot >> seed >> source;
+      const auto text = cache_.differs(slot, seed, source);
+      return text.empty() ? "same" : text;
+    }
+    std::uint64_t ms = 0;
+    in >> ms;
+    if (command == "drain") {
+      return name(kvf_agent_drain(cache_.agent.c(), ms * 1000000));
+    }
+    if (command == "destroy") return name(cache_.agent.destroy(std::chrono::milliseconds(ms)));
+    return "unknown command " + command;
+  }
+
+ private:
+  static std::string name(kvf_status status) { return kvf_status_name(status); }
+
+  std::string publish(std::istringstream& in) {
+    std::uint64_t key = 0, end = 0, claim = 0, lease = 0;
+    std::string list;
+    in >> key >> end >> list >> claim >> lease;
+    const auto blocks = slots(list);
+    kvferry::Offer offer;
+    offer.key = kvferry::key(key);
+    offer.groups = {kvferry::published(0, blocks, 0, end)};
+    offer.claim = std::chrono::milliseconds(claim);
+    offer.lease = std::chrono::milliseconds(lease);
+    publications_[key] = cache_.agent.publish(offer);
+    return to_hex(publications_[key].ticket());
+  }
+
+  std::string import(std::istringstream& in) {
+    std::string hex, list;
+    std::uint64_t skip = 0, deadline = 0;
+    in >> hex >> list >> skip >> deadline;
+    const auto blocks = slots(list);
+    transfers_.push_back(cache_.agent.pull_begin(peer_, from_hex(hex), 0, blocks, skip,
+                                                 KVF_TOKEN_END_ALL,
+                                                 std::chrono::milliseconds(deadline)));
+    return std::to_string(transfers_.size() - 1);
+  }
+
+  Cache cache_;
+  kvferry::Peer peer_;
+  std::map<std::uint64_t, kvferry::Publication> publications_;
+  std::vector<kvferry::Transfer> transfers_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 6) return 2;
+  Shape shape;
+  shape.block_bytes = std::stoull(argv[2]);
+  shape.slots = static_cast<std::uint32_t>(std::stoul(argv[3]));
+  shape.tokens_per_block = static_cast<std::uint32_t>(std::stoul(argv[4]));
+  shape.memory = memory_kind(argv[5]);
+  try {
+    Program program(argv[1], shape);
+    std::cout << "ready" << std::endl;
+    for (std::string line; std::getline(std::cin, line);) {
+      std::string answer;
+      try {
+        answer = program.run(line);
+      } catch (const std::exception& e) {
+        answer = std::string("error ") + e.what();
+      }
+      std::cout << answer << std::endl;
+    }
+  } catch (const std::exception& e) {
+    std::cout << "error " << e.what() << std::endl;
+    return 1;
+  }
+}
