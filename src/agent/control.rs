@@ -83,7 +83,7 @@ impl std::hash::Hash for Timer {
             Self::Awaiting(key) => key.hash(state),
             Self::Import(id) | Self::Greeting(id) | Self::Offer(id) | Self::Group(id) => {
                 id.hash(state);
-            },
+            }
             Self::Remote(id) => id.hash(state),
             Self::Pool(id) => id.hash(state),
             Self::Drain => {}

@@ -10,10 +10,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use super::Agent;
 use super::control::{Command, Control, Timer};
 use super::lock;
 use super::shared::{OwnEngine, Shared};
-use super::Agent;
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
 use crate::session::{End, Now};
@@ -258,12 +258,13 @@ impl Control {
     fn mate(&mut self, place: usize) -> Option<Incarnation> {
         let own = self.shared.lock().engine().ok()?;
         let agent = own.info.ranks.get(place)?.incarnation;
-        if !self.groups.mates.contains_key(&agent) {
-            let rank = own.info.ranks[place].layout.coordinates.global_rank;
-            self.groups.mates.insert(agent, Mate::new(rank));
-            if self.remotes.contains_key(&agent) {
-                return Some(agent); // it has dialled us
-            }
+        if self.groups.mates.contains_key(&agent) {
+            return Some(agent);
+        }
+        let rank = own.info.ranks[place].layout.coordinates.global_rank;
+        let new = Mate::new(rank);
+        self.groups.mates.insert(agent, new);
+        if !self.remotes.contains_key(&agent) {
             self.remote(&own.info, place);
             self.dial(agent);
         }

@@ -8,7 +8,9 @@ use prost::Message;
 use super::api::{Config, Side};
 use super::port::{DomainEvents, End, Notice, Notify, Operation, Port};
 use super::room::Transceiver;
-use crate::agent::{self, Agent, GroupEvents, ImportDesc, Observer, Peer, Publication, PublishDesc, Transfer};
+use crate::agent::{
+    self, Agent, GroupEvents, ImportDesc, Observer, Peer, Publication, PublishDesc, Transfer,
+};
 use crate::bail;
 use crate::error::{Error, Result, Status};
 use crate::ids::Key;

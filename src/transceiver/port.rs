@@ -98,8 +98,13 @@ pub trait Port: Send + Sync + 'static {
     ///
     /// # Errors
     /// The ranks are not the engine's, or this port cannot reach them.
-    fn join(&self, domain: u64, world: u32, rank: u32, events: Weak<dyn DomainEvents>)
-    -> Result<()>;
+    fn join(
+        &self,
+        domain: u64,
+        world: u32,
+        rank: u32,
+        events: Weak<dyn DomainEvents>,
+    ) -> Result<()>;
 
     /// Gives bytes to a rank of the domain, in order, without waiting.
     ///
