@@ -90,7 +90,7 @@
 #define KVF_DIRECTION_PULL 0
 
 /**
- * The source writes. Not served yet.
+ * The source sends into slots that the destination opens. Not for transceivers yet.
  */
 #define KVF_DIRECTION_PUSH 1
 
@@ -581,7 +581,8 @@ typedef struct kvf_agent_config {
    */
   size_t num_affinity;
   /**
-   * Allowed transports, as in `"shm,tcp"`; NULL = all. The environment variable
+   * Allowed transports, as in `"shm,tcp"`, of inproc, shm, unix and tcp (ucx and cuda_ipc are
+   * known and not served yet); NULL = all. The environment variable
    * `KVFERRY_TRANSPORTS` narrows it further.
    */
   const char *transports;

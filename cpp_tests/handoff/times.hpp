@@ -10,9 +10,9 @@ inline kvferry::AgentConfig configure(const std::string& name, const std::string
   using namespace std::chrono_literals;
   auto config = process_test::quick(name);
   if (times == "short") {
-    config.peer_silence = 1000ms;
-    config.heartbeat = 200ms;
-    config.lease = 1200ms;
+    config.peer_silence = 1500ms;
+    config.heartbeat = 250ms;
+    config.lease = 1500ms;
   }
   return config;
 }

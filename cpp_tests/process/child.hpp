@@ -11,6 +11,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 extern char** environ;
@@ -82,6 +83,22 @@ class Child {
   }
   void kill(int signal) {
     if (pid_ > 0) ::kill(pid_, signal);
+  }
+  // Waits until it was stopped or has ended; what it is then.
+  enum class State { running, stopped, ended };
+  State halted(std::chrono::milliseconds limit) {
+    const auto deadline = std::chrono::steady_clock::now() + limit;
+    for (;;) {
+      int status = 0;
+      if (pid_ <= 0) return State::ended;
+      if (waitpid(pid_, &status, WUNTRACED | WNOHANG) == pid_) {
+        if (WIFSTOPPED(status)) return State::stopped;
+        pid_ = -1;
+        return State::ended;
+      }
+      if (std::chrono::steady_clock::now() > deadline) return State::running;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
   }
   // Waits for its end.
   void reap() {

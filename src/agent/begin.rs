@@ -140,7 +140,7 @@ pub(super) fn import(
     let mut state = shared.lock();
     let own = state.engine()?;
     let pairs: Vec<Arc<Pair>> = peer
-        .plan
+        .inward()?
         .sources_of(own.index, ticket.dp_rank)?
         .cloned()
         .collect();
@@ -412,6 +412,7 @@ pub(super) fn check_wants(wants: &Wants, layout: &Layout, state: &State) -> Resu
         Ok(held.layers.is_empty())
     };
     for want in &wants.groups {
+        check_skip(want)?;
         if !check(want.group, true)? {
             for slot in want.slots.iter().filter(|slot| **slot != -1) {
                 state.slots.check(want.group, i64::from(*slot))?;
@@ -448,7 +449,23 @@ pub(super) fn resolve_ends(wants: &mut Wants, ticket: &wire::Ticket) -> Result<(
         };
         if want.token_end == u64::MAX {
             want.token_end = published.token_end;
+            check_skip(want)?;
         }
+    }
+    Ok(())
+}
+
+/// Skipping all tokens is fine, skipping more is a mistake in somebody's table. Also where this
+/// rank has nothing to move: all ranks refuse alike.
+fn check_skip(want: &ImportGroup) -> Result<()> {
+    if want.skip_token > want.token_end {
+        bail!(
+            KVF_ERR_OUT_OF_RANGE,
+            "group {}: cannot skip {} of {} tokens",
+            want.group,
+            want.skip_token,
+            want.token_end
+        );
     }
     Ok(())
 }
@@ -530,12 +547,13 @@ pub(super) fn bind(
                 entry.rank
             );
         };
-        if want.skip_token < published.token_begin || want.token_end > published.token_end {
+        let first = pair.needed_from(want.group as usize, want.skip_token, want.token_end);
+        if first < published.token_begin || want.token_end > published.token_end {
             bail!(
                 KVF_ERR_OUT_OF_RANGE,
                 "group {}: tokens {}..{} are wanted, source rank {} published {}..{}",
                 want.group,
-                want.skip_token,
+                first,
                 want.token_end,
                 entry.rank,
                 published.token_begin,
@@ -554,10 +572,7 @@ pub(super) fn bind(
                 token_end: want.token_end,
             },
         );
-        bindings.push((
-            part,
-            binding.map_err(|e| e.context(format!("group {}", want.group)))?,
-        ));
+        bindings.push((part, binding?));
     }
     for (i, want) in wants.states.iter().enumerate() {
         if !pair.moves(want.group as usize) {
@@ -594,10 +609,7 @@ pub(super) fn bind(
             },
         );
         let part = wants.groups.len() + i;
-        bindings.push((
-            part,
-            binding.map_err(|e| e.context(format!("group {}", want.group)))?,
-        ));
+        bindings.push((part, binding?));
     }
     Ok(bindings)
 }

@@ -6,6 +6,7 @@
 //! agent is (process ended, silent for too long, gone); that is final: it is refused when it comes
 //! back, so that it learns that the others went on without it.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -258,13 +259,13 @@ impl Control {
     fn mate(&mut self, place: usize) -> Option<Incarnation> {
         let own = self.shared.lock().engine().ok()?;
         let agent = own.info.ranks.get(place)?.incarnation;
-        if self.groups.mates.contains_key(&agent) {
-            return Some(agent);
-        }
-        let rank = own.info.ranks[place].layout.coordinates.global_rank;
-        let new = Mate::new(rank);
-        self.groups.mates.insert(agent, new);
-        if !self.remotes.contains_key(&agent) {
+        if let Entry::Vacant(new) = self.groups.mates.entry(agent) {
+            new.insert(Mate::new(
+                own.info.ranks[place].layout.coordinates.global_rank,
+            ));
+            if self.remotes.contains_key(&agent) {
+                return Some(agent); // it has dialled us
+            }
             self.remote(&own.info, place);
             self.dial(agent);
         }

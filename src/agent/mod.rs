@@ -329,11 +329,22 @@ impl Agent {
                 "this is our own engine's metadata"
             );
         }
-        let plan = Plan::new(&engine.layouts(), &own.info.layouts(), Policy::Spread)?;
-        let mut needed: Vec<usize> = plan.into_destination(own.index).map(|p| p.src).collect();
+        let plan = Plan::new(&engine.layouts(), &own.info.layouts(), Policy::Spread);
         // Who reads from us is spoken to as well: a push starts at our side.
-        let back = Plan::new(&own.info.layouts(), &engine.layouts(), Policy::Spread)?;
-        needed.extend(back.out_of_source(own.index).map(|p| p.dst));
+        let back = Plan::new(&own.info.layouts(), &engine.layouts(), Policy::Spread);
+        // One direction is enough: a window may be narrower at the destination, which then is
+        // never a source.
+        let plan = match (plan, &back) {
+            (Err(e), Err(_)) => return Err(e),
+            (plan, _) => plan.map(Arc::new),
+        };
+        let mut needed = Vec::new();
+        if let Ok(plan) = &plan {
+            needed.extend(plan.into_destination(own.index).map(|p| p.src));
+        }
+        if let Ok(back) = &back {
+            needed.extend(back.out_of_source(own.index).map(|p| p.dst));
+        }
         needed.sort_unstable();
         needed.dedup();
         let routes = engine.ranks.iter().map(|r| self.route(r)).collect();
@@ -341,7 +352,7 @@ impl Agent {
             id: self.shared.new_id(),
             user_data,
             engine: Arc::new(engine),
-            plan: Arc::new(plan),
+            plan,
             routes,
             needed,
         });
@@ -433,7 +444,7 @@ impl Agent {
             );
         }
         let own = self.shared.lock().engine()?;
-        let pairs = peer.plan.sources_of(own.index, ticket.dp_rank)?;
+        let pairs = peer.inward()?.sources_of(own.index, ticket.dp_rank)?;
         let finished = pairs.map(|pair| {
             let source = peer.engine.ranks[pair.src].incarnation;
             let epoch = ticket::entry_of(&ticket, source).map_or(0, |e| e.epoch);

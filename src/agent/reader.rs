@@ -211,6 +211,7 @@ impl Control {
         fault::point("claimed");
         let workers = self.shared.workers.count() as u64;
         let share = job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
+        job.shared_by(share);
         let run = Arc::new(Run {
             path,
             job,
