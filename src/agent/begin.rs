@@ -51,6 +51,8 @@ pub(super) struct ImportCell {
     /// Bytes of each part, over all sources that are bound.
     pub part_bytes: Mutex<Vec<u64>>,
     pub jobs: Mutex<Vec<Arc<ReadJob>>>,
+    /// Bytes that the jobs before [`Self::settle`] have moved.
+    pub settled: AtomicU64,
     /// For each part: bytes of it were given to a data path.
     pub submitted: Mutex<Vec<bool>>,
     pub transport: Mutex<&'static str>,
@@ -75,6 +77,14 @@ impl ImportCell {
         *super::lock(&self.transport) = transport;
     }
 
+    /// Lets go of the jobs, and with them of the pools: nothing is copied any more.
+    pub fn settle(&self) {
+        let mut jobs = super::lock(&self.jobs);
+        for job in jobs.drain(..) {
+            self.settled.fetch_add(job.moved(), Ordering::Relaxed);
+        }
+    }
+
     pub fn ended_now(&self) {
         let ns = self.times.elapsed().as_nanos().max(1) as u64;
         let _ = self
@@ -95,7 +105,11 @@ impl ImportCell {
         info.bytes_total = bytes.iter().sum();
         info.bytes = match info.outcome {
             Outcome::Done => info.bytes_total,
-            _ => super::lock(&self.jobs).iter().map(|j| j.moved()).sum(),
+            _ => {
+                let jobs = super::lock(&self.jobs);
+                let moved = jobs.iter().map(|j| j.moved()).sum::<u64>();
+                moved + self.settled.load(Ordering::Relaxed)
+            }
         };
         // What a part moves is known once its sources are; that it moves nothing, before.
         let state = |wanted: bool, bytes: u64| match info.outcome {
@@ -237,6 +251,7 @@ pub(super) fn import(
         ),
         part_bytes: Mutex::new(part_bytes),
         jobs: Mutex::new(jobs.iter().filter_map(|j| j.job.clone()).collect()),
+        settled: AtomicU64::new(0),
         submitted: Mutex::new(vec![false; parts.len()]),
         parts,
         transport: Mutex::new(""),
@@ -326,6 +341,7 @@ fn end_here(shared: &Arc<Shared>, cell: &Arc<ImportCell>, jobs: &[NewJob], end: 
     let told: Vec<Finished> = told.collect();
     cell.ended_now();
     shared.count_import(cell, &end);
+    cell.settle();
     let idle = {
         let mut state = shared.lock();
         state.slots.end_write(cell.cell.id, &cell.slots);

@@ -85,6 +85,7 @@ pub(super) fn receive(
         part_bytes: Mutex::new(vec![0; parts.len()]),
         parts,
         jobs: Mutex::default(),
+        settled: AtomicU64::new(0),
         submitted: Mutex::new(submitted),
         transport: Mutex::new(""),
         aux: Mutex::default(),

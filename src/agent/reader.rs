@@ -145,7 +145,7 @@ impl Control {
                         import.new.cell.cell.make_safe(false);
                         let pools = import.new.cell.pools.clone();
                         // Our references to the pools go before "may be freed" can be said.
-                        lock(&import.new.cell.jobs).clear();
+                        import.new.cell.settle();
                         drop(import);
                         self.operation_ended(&pools);
                     }

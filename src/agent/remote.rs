@@ -29,6 +29,9 @@ use crate::transport::tcp::TcpPath;
 use crate::wire::{self, Body};
 use crate::{bail, err};
 
+/// How long the other side's link is waited for when both connected at once.
+const LINK_COMES: Duration = Duration::from_millis(300);
+
 /// A remote agent and our connection to it.
 pub(super) struct Remote {
     pub engine: Arc<EngineInfo>,
@@ -532,6 +535,8 @@ impl Control {
             }
             LinkState::Greeting(up, _) if up.id == link => {
                 remote.state = LinkState::Down(now);
+                // No proof of an end: the next attempt tells whether anybody listens.
+                let e = Error::new(Status::KVF_ERR_PEER_UNREACHABLE, e.text);
                 self.dial_failed(agent, e);
             }
             _ => {}
@@ -664,8 +669,17 @@ impl Control {
             .get(&agent)
             .is_some_and(|r| matches!(&r.state, LinkState::Greeting(link, _) if link.id == id));
         let status = super::metadata::status(refuse.status);
-        if !ours || status == Status::KVF_ERR_DUPLICATE {
-            // The other side's own link is on its way.
+        if !ours {
+            return;
+        }
+        if status == Status::KVF_ERR_DUPLICATE {
+            // The other side's own link is on its way; this one's end says nothing.
+            self.link_owner.remove(&id);
+            let again = self.now() + LINK_COMES;
+            if let Some(remote) = self.remotes.get_mut(&agent) {
+                remote.state = LinkState::Down(again);
+            }
+            self.timers.set(Timer::Remote(agent), Some(again));
             return;
         }
         if status == Status::KVF_ERR_STATE {

@@ -2,8 +2,8 @@
 //! stores.
 
 use std::arch::x86_64::{
-    __m128i, __m256i, __m512i, _MM_HINT_NTA, _MM_HINT_T1, _mm_loadu_si128, _mm_prefetch,
-    _mm_sfence, _mm_storeu_si128, _mm_stream_si128, _mm256_loadu_si256, _mm256_storeu_si256,
+    __m128i, __m256i, __m512i, _MM_HINT_T1, _mm_loadu_si128, _mm_prefetch, _mm_sfence,
+    _mm_storeu_si128, _mm_stream_si128, _mm256_loadu_si256, _mm256_storeu_si256,
     _mm256_stream_si256, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512,
 };
 use std::ptr::copy_nonoverlapping;
@@ -15,7 +15,8 @@ use super::{Kernel, plain};
 const LINE: usize = 64;
 
 /// Aligned runs up to this are prefetched whole while the run before is copied; of longer ones only
-/// the beginning is, and the rest leaves itself to a nearer prefetch.
+/// the beginning is: the rest is a stream that the hardware prefetcher follows better alone (8 to
+/// 13 % from 64 KiB on, measured on Zen 4 without AVX-512).
 const WHOLE: usize = 16 << 10;
 
 /// Runs below this are short: what surrounds the copy of each (a call, peeling to alignment) counts.
@@ -263,21 +264,20 @@ unsafe fn long<V: Vector>(row: &Row, next: &Row) {
         // SAFETY: both parts lie inside this run.
         unsafe {
             if seam > 0 {
-                // A long stream keeps out of L2 and its prefetcher's way.
-                let ahead = run.src.wrapping_add(LEAD);
-                stream::<V, _MM_HINT_NTA>(run.dst, run.src, seam, ahead);
+                // See WHOLE.
+                stream::<V, false>(run.dst, run.src, seam, run.src);
             }
-            stream::<V, _MM_HINT_T1>(run.dst.add(seam), run.src.add(seam), run.run - seam, coming);
+            stream::<V, true>(run.dst.add(seam), run.src.add(seam), run.run - seam, coming);
         }
     }
 }
 
-/// Streams `bytes`, prefetching as many at `coming`.
+/// Streams `bytes`; with `AHEAD` as many are prefetched at `coming`.
 ///
 /// # Safety
 /// As [`copy`], for one run.
 #[inline(always)]
-unsafe fn stream<V: Vector, const HINT: i32>(
+unsafe fn stream<V: Vector, const AHEAD: bool>(
     mut dst: *mut u8,
     mut src: *const u8,
     mut bytes: usize,
@@ -294,8 +294,8 @@ unsafe fn stream<V: Vector, const HINT: i32>(
             bytes -= head;
         }
         while bytes >= 4 * LINE {
-            for i in 0..4 {
-                prefetch::<HINT>(coming.wrapping_add(i * LINE));
+            for i in 0..if AHEAD { 4 } else { 0 } {
+                prefetch::<_MM_HINT_T1>(coming.wrapping_add(i * LINE));
             }
             for i in 0..4 {
                 line::<V, true>(dst.add(i * LINE), src.add(i * LINE));
@@ -306,7 +306,9 @@ unsafe fn stream<V: Vector, const HINT: i32>(
             bytes -= 4 * LINE;
         }
         while bytes >= LINE {
-            prefetch::<HINT>(coming);
+            if AHEAD {
+                prefetch::<_MM_HINT_T1>(coming);
+            }
             line::<V, true>(dst, src);
             dst = dst.add(LINE);
             src = src.add(LINE);

@@ -108,7 +108,7 @@ impl<P> Shared<P> {
     /// Makes a change visible: to status calls without a lock, to the descriptor, to waiters.
     pub fn publish(&self, cell: &Cell, table: &mut Table) {
         cell.idle.store(table.idle(), Ordering::Release);
-        let ready = table.ready() > 0;
+        let ready = table.has_news();
         if cell.ready.swap(ready, Ordering::AcqRel) != ready {
             self.signal.set(cell.side, ready);
         }

@@ -448,10 +448,14 @@ impl Table {
         self.ready_ended + self.domain.ready_ended()
     }
 
-    /// Results of either kind.
+    /// Results of either kind that can be taken.
     pub(super) fn ready(&self) -> usize {
-        let undecided = self.unsettled && self.open > self.ready_ended;
-        self.ready.len() + self.domain.ready() + usize::from(undecided)
+        self.ready.len() + self.domain.ready()
+    }
+
+    /// Whether a status call has something to give, if only what [`Self::settle`] makes.
+    pub(super) fn has_news(&self) -> bool {
+        self.ready() > 0 || self.unsettled && self.open > self.ready_ended
     }
 
     /// Requests that have ended on this rank, in collective mode not yet agreed on.
