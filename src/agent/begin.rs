@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use super::api::{
@@ -13,6 +13,7 @@ use super::api::{
 };
 use super::cells::{Cell, Observer};
 use super::control::Command;
+use super::count::saved_bytes;
 use super::metadata::incarnation;
 use super::notices::Finished;
 use super::peers::PeerShared;
@@ -26,7 +27,8 @@ use crate::error::{Result, Status};
 use crate::ids::{Epoch, PublicationId};
 use crate::layout::{GroupKind, Layout};
 use crate::memory::Lease;
-use crate::observe::fault;
+use crate::observe::metrics::Operation;
+use crate::observe::{Times, fault};
 use crate::plan::{Binding, Pair, Request};
 use crate::session::End;
 use crate::transport::ReadJob;
@@ -57,8 +59,12 @@ pub(super) struct ImportCell {
     pub aux: Mutex<Vec<u8>>,
     pub slots: Vec<GroupSlots>,
     pub pools: Vec<u32>,
-    pub started: std::time::Instant,
+    pub times: Arc<Times>,
     pub elapsed_ns: AtomicU64,
+    /// Import or receive, for the metrics.
+    pub kind: Operation,
+    /// From whom, and how many bytes, a prefix saved; not set if none.
+    pub saved: OnceLock<(String, u64)>,
 }
 
 impl ImportCell {
@@ -80,7 +86,7 @@ impl ImportCell {
     }
 
     pub fn ended_now(&self) {
-        let ns = self.started.elapsed().as_nanos().max(1) as u64;
+        let ns = self.times.elapsed().as_nanos().max(1) as u64;
         let _ = self
             .elapsed_ns
             .compare_exchange(0, ns, Ordering::Relaxed, Ordering::Relaxed);
@@ -92,6 +98,8 @@ impl ImportCell {
         info.submitted = submitted.iter().filter(|s| **s).count() as u32;
         drop(submitted);
         info.elapsed_ns = self.elapsed_ns.load(Ordering::Relaxed);
+        info.first_byte_ns = self.times.first_ns();
+        info.last_byte_ns = self.times.last_ns();
         info.transport = *super::lock(&self.transport);
         let bytes = super::lock(&self.part_bytes).clone();
         info.bytes_total = bytes.iter().sum();
@@ -224,6 +232,14 @@ pub(super) fn import(
         }
         jobs.push(job);
     }
+    let saved = OnceLock::new();
+    match saved_bytes(&wants, &layout, &ticket) {
+        0 => {}
+        bytes => {
+            let peer = peer.routes.first().map(|route| route.name.clone());
+            let _ = saved.set((peer.unwrap_or_default(), bytes)); // new, so it was not set
+        }
+    }
     let cell = Arc::new(ImportCell {
         cell: Cell::new(
             id,
@@ -242,8 +258,10 @@ pub(super) fn import(
         aux: Mutex::new(ticket.aux),
         slots,
         pools,
-        started: std::time::Instant::now(),
+        times: Arc::new(Times::begin()),
         elapsed_ns: AtomicU64::new(0),
+        kind: Operation::Import,
+        saved,
     });
     if wants_nothing(&wants) {
         end_empty(shared, &cell, &jobs);
@@ -295,12 +313,15 @@ fn run_small(
         if bytes > path.inline_bytes() {
             return false;
         }
-        ready.push((path, job.clone(), &new.parts));
+        ready.push((path, job.clone(), &new.parts, new.pair.src));
     }
     let mut end = End::ok();
-    for (path, job, parts) in ready {
+    for (path, job, parts, src) in ready {
         cell.submit(parts, path.name());
-        end = run_inline(&*path, &job);
+        let (times, peer) = (&*cell.times, &peer.routes[src].name);
+        let queued = times.copying();
+        end = run_inline(&*path, &job, times);
+        shared.count_read(peer, &*path, &job, times, queued, &end);
         if !end.is_ok() {
             break;
         }
@@ -319,6 +340,7 @@ fn end_here(shared: &Arc<Shared>, cell: &Arc<ImportCell>, jobs: &[NewJob], end: 
     });
     let told: Vec<Finished> = told.collect();
     cell.ended_now();
+    shared.count_import(cell, &end);
     cell.settle();
     let idle = {
         let mut state = shared.lock();
