@@ -67,7 +67,7 @@ class Driver {
         restart();
         next_restart += life;
       }
-      if (report_.handoffs >= next_sample) {
+      if (report_.handoffs >= next_sample && undisturbed()) {
         sample();
         next_sample += every;
       }
@@ -342,6 +342,15 @@ class Driver {
     mortal.start();
   }
 
+  // Nothing is being cancelled: whatever is in quarantine now was left there.
+  bool undisturbed() const {
+    return std::all_of(jobs_.begin(), jobs_.end(), [this](const auto& entry) {
+      const Job& job = entry.second;
+      return job.kind != Kind::cancel && job.kind != Kind::release &&
+             job.generation == sources_[job.source].generation;
+    });
+  }
+
   void sample() {
     const auto here = Resources::of(getpid()), there = Resources::of(sources_[0].pid());
     rss_.push_back(static_cast<double>(here.rss_kib + there.rss_kib));
@@ -387,6 +396,8 @@ class Driver {
     };
     report_.rss_slope_percent = slope_percent(half(rss_));
     report_.fds_slope_percent = slope_percent(half(fds_));
+    // Of all slots, since there is nothing in it as a rule.
+    for (auto& slots : quarantine_) slots += kBlocks;
     report_.quarantine_slope_percent = slope_percent(half(quarantine_));
     for (auto& source : sources_) source.end(true);
   }
