@@ -9,12 +9,14 @@
 //   fill SEED                             -> ok
 //   peer NAME HEX                         -> status after waiting for it
 //   lost NAME MS                          -> status once the peer is lost, at the latest after MS
-//   publish KEY END SLOTS STATE CLAIM_MS LEASE_MS         -> ticket, hex (STATE -1: none)
+//   publish KEY END SLOTS STATE CLAIM_MS LEASE_MS [TAG]   -> ticket, hex (STATE -1: none)
 //   published KEY MS                      -> status after waiting for its end
 //   release KEY                           -> ok
 //   import PEER TICKET SLOTS SKIP STATE DEADLINE_MS       -> number of the transfer
 //   receive KEY SLOTS SKIP END STATE DEADLINE_MS          -> number, offer in hex
-//   push PEER OFFER END SLOTS STATE DEADLINE_MS           -> number of the transfer
+//   push PEER OFFER END SLOTS STATE DEADLINE_MS [TAG]     -> number of the transfer
+//   hold PEER TICKET                      -> ok
+//   decline PEER TICKET                   -> ok, with the cause KVF_ERR_LIMIT
 //   wait N MS                             -> status, "safe" or "unsafe" (waits for both)
 //   cancel N                              -> ok
 //   compare SEED FROM TO                  -> "same", or where blocks TO are not the source's FROM
@@ -96,6 +98,16 @@ class Program {
       publications_.at(next<std::uint64_t>(in)).release();
       return "ok";
     }
+    if (command == "hold" || command == "decline") {
+      const auto& peer = peers_.at(next<std::string>(in));
+      const auto ticket = from_hex(next<std::string>(in));
+      if (command == "hold") {
+        rank_.agent.hold(peer, ticket);
+      } else {
+        rank_.agent.decline(peer, ticket, KVF_ERR_LIMIT);
+      }
+      return "ok";
+    }
     if (command == "import") return import(in);
     if (command == "receive") return receive(in);
     if (command == "push") return push(in);
@@ -162,6 +174,7 @@ class Program {
     offer.states = published_states(next<std::int32_t>(in), end);
     offer.claim = Milliseconds(next<std::uint64_t>(in));
     offer.lease = Milliseconds(next<std::uint64_t>(in));
+    in >> offer.prefix_tag;  // stays 0 when there is none
     publications_[key] = rank_.agent.publish(offer);
     return to_hex(publications_[key].ticket());
   }
@@ -199,6 +212,7 @@ class Program {
     what.groups = {kvferry::published(0, blocks, 0, end)};
     what.states = published_states(next<std::int32_t>(in), end);
     what.deadline = Milliseconds(next<std::uint64_t>(in));
+    in >> what.prefix_tag;
     return add(rank_.agent.push_begin(peer, offer, what));
   }
 

@@ -42,8 +42,13 @@ class Child {
   ~Child() {
     kill(SIGKILL);
     reap();
-    close(to_);
+    close_input();
     close(from_);
+  }
+  // The end of its input; a program that lives on it ends by itself.
+  void close_input() {
+    if (to_ >= 0) close(to_);
+    to_ = -1;
   }
 
   pid_t pid() const { return pid_; }

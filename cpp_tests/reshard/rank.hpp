@@ -8,9 +8,11 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <kvferry_transceiver.hpp>
 #include <map>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <sstream>
 
@@ -56,8 +58,10 @@ inline std::uint8_t value(std::uint64_t seed, std::uint64_t at) {
 
 class Rank {
  public:
-  Rank(const Shape& shape, std::size_t side, std::uint32_t index)
+  // `requests`: moves by the request level, not by the agent level.
+  Rank(const Shape& shape, std::size_t side, std::uint32_t index, bool requests)
       : shape_(shape),
+        requests_(requests),
         side_(side),
         s_(shape.sides[side]),
         tp_(index % s_.tp),
@@ -92,6 +96,7 @@ class Rank {
   }
   Rank(const Rank&) = delete;
   ~Rank() {
+    transceiver_.reset();
     transfers_.clear();
     publications_.clear();
     (void)!agent_.destroy(kLongest);
@@ -102,6 +107,7 @@ class Rank {
   kvferry::Bytes metadata() const { return agent_.metadata(); }
   kvferry::Bytes engine(const std::vector<kvferry::Bytes>& ranks) {
     engine_ = agent_.engine(index_, ranks);
+    if (requests_) transceiver_.emplace(agent_, engine_);
     return engine_.metadata();
   }
   void peer(const kvferry::Bytes& metadata) {
@@ -129,12 +135,25 @@ class Rank {
     kvferry::Offer offer;
     offer.key = key(q);
     publish_groups(q, offer.groups, offer.states);
+    if (transceiver_) {
+      begun_.push_back(offer.key);
+      return transceiver_->respondAndSendAsync(offer);
+    }
     publications_.push_back(agent_.publish(offer));
     return publications_.back().ticket();
   }
   void import(std::size_t q, const kvferry::Bytes& ticket) {
     kvferry::Import want;
     import_groups(q, want.groups, want.states, want.owned_only);
+    if (transceiver_) {
+      kvferry::ReceiveRequest request;
+      request.key = key(q);
+      request.peer = &peer_;
+      request.ticket = ticket;
+      request.what = want;
+      begun_.push_back(request.key);
+      return transceiver_->requestAndReceiveAsync(request);
+    }
     transfers_.push_back(agent_.import_begin(peer_, ticket, want));
   }
   kvferry::Bytes receive(std::size_t q) {
@@ -151,6 +170,7 @@ class Rank {
   }
   // Waits for everything that was begun; the bytes that came, as the transfers count them.
   std::uint64_t finish() {
+    if (transceiver_) return side_ == 1 ? finish_requests() : 0;
     std::uint64_t bytes = 0;
     for (auto& transfer : transfers_) {
       const auto status = transfer.wait(kLongest);
@@ -174,6 +194,8 @@ class Rank {
   }
   // Takes the offers back and waits until their slots may be reused.
   void release() {
+    if (transceiver_ && side_ == 0) release_requests();
+    begun_.clear();
     for (auto& publication : publications_) {
       publication.release();
       (void)!publication.wait(kLongest);
@@ -211,6 +233,54 @@ class Rank {
   }
 
  private:
+  // Takes results until every receive of the round was reported, once and as a success.
+  std::uint64_t finish_requests() {
+    std::uint64_t bytes = 0;
+    std::vector<kvf_key> open = begun_;
+    while (!open.empty()) {
+      const auto ended = transceiver_->checkGenTransferStatus(1, kLongest);
+      if (ended.status != KVF_OK) throw std::runtime_error("a status call timed out");
+      for (const kvf_request_result& result : ended.results) {
+        close(open, result);
+        if (result.outcome != KVF_OUTCOME_DONE || result.memory_safe == 0) {
+          throw std::runtime_error("request " + std::to_string(result.key.request) + " ended as " +
+                                   std::to_string(result.outcome) + ": " +
+                                   transceiver_->errorText(result.key));
+        }
+        bytes += result.bytes;
+      }
+    }
+    if (!transceiver_->checkGenTransferComplete()) throw std::runtime_error("not complete");
+    return bytes;
+  }
+  // Publications that no reader needs are cancelled; all must end and be safe.
+  void release_requests() {
+    std::vector<kvf_key> open = begun_;
+    for (const kvf_key key : open) (void)transceiver_->cancelRequest(key);
+    while (!open.empty()) {
+      const auto ended = transceiver_->checkContextTransferStatus(1, kLongest);
+      if (ended.status != KVF_OK) throw std::runtime_error("a status call timed out");
+      for (const kvf_request_result& result : ended.results) {
+        close(open, result);
+        const bool known =
+            result.outcome == KVF_OUTCOME_DONE || result.outcome == KVF_OUTCOME_CANCELLED;
+        if (!known || result.memory_safe == 0) {
+          throw std::runtime_error("a context request ended as " + std::to_string(result.outcome));
+        }
+      }
+    }
+  }
+  static void close(std::vector<kvf_key>& open, const kvf_request_result& result) {
+    const auto same = [&](kvf_key key) {
+      return key.request == result.key.request && key.attempt == result.key.attempt;
+    };
+    const auto at = std::find_if(open.begin(), open.end(), same);
+    if (result.kind != KVF_RESULT_ENDED || at == open.end()) {
+      throw std::runtime_error("a result that nobody waits for");
+    }
+    open.erase(at);
+  }
+
   using Write = std::function<void(std::size_t pool, std::uint64_t at, std::uint8_t byte,
                                    const Spot& place)>;
 
@@ -545,6 +615,7 @@ class Rank {
   }
 
   const Shape& shape_;
+  const bool requests_;
   const std::size_t side_;
   const Side& s_;
   const std::uint32_t tp_, cp_, pp_, dp_, index_;
@@ -560,6 +631,8 @@ class Rank {
   kvferry::Peer peer_;
   std::vector<kvferry::Publication> publications_;
   std::vector<kvferry::Transfer> transfers_;
+  std::optional<kvferry::CacheTransceiver> transceiver_;
+  std::vector<kvf_key> begun_;  // of the round
 };
 
 }  // namespace reshard

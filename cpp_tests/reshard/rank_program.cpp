@@ -1,7 +1,7 @@
 // Some ranks of a shape in a process of their own, driven line by line through standard input; one
 // answer line for each command. Ends with its input. Lists are separated by commas.
 //
-//   rank_program SHAPE SIDE:RANK ...
+//   rank_program SHAPE [requests] SIDE:RANK ...      requests: by kvferry::CacheTransceiver
 //
 //   meta SIDE               -> metadata of its ranks of that side, hex
 //   engine SIDE HEX,...     -> the engine's metadata, hex (of all ranks of the side, in order)
@@ -35,11 +35,17 @@ std::vector<std::string> split(const std::string& list, char at) {
 class Program {
  public:
   Program(const Shape& shape, const std::vector<std::string>& ranks) {
+    bool requests = false;
     for (const auto& name : ranks) {
+      if (name == "requests") {
+        requests = true;
+        continue;
+      }
       const auto at = split(name, ':');
       auto& side = sides_[std::stoul(at[0])];
       side.push_back(std::make_unique<Rank>(shape, std::stoul(at[0]),
-                                            static_cast<std::uint32_t>(std::stoul(at[1]))));
+                                            static_cast<std::uint32_t>(std::stoul(at[1])),
+                                            requests));
     }
   }
 

@@ -4,6 +4,8 @@
 #[path = "../../tests/session_world/mod.rs"]
 pub mod world;
 
+pub mod checks;
+
 use stateright::{Model, Property};
 use world::{Config, Step, World, property};
 

@@ -22,7 +22,7 @@ mod cells;
 
 mod runtime {
     use crate::level::{Level, Leveled};
-    pub use crate::sync;
+    pub(crate) use crate::sync;
     use loom::sync::atomic::{AtomicU64, Ordering};
 
     /// As an eventfd: raising adds one, lowering takes everything.

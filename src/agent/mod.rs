@@ -8,6 +8,7 @@ mod api;
 mod begin;
 mod cells;
 mod control;
+mod count;
 mod group;
 mod link;
 mod log;
@@ -41,6 +42,7 @@ use crate::error::{Result, Status};
 use crate::ids::{Epoch, Key, PublicationId};
 use crate::layout::{self, Invariants, Layout};
 use crate::memory::{PageSize, Pool};
+use crate::observe::metrics::Levels;
 use crate::plan::{Plan, Policy};
 use crate::runtime::Thread;
 use crate::session::End;
@@ -557,6 +559,26 @@ impl Agent {
         held
     }
 
+    /// Metrics of this agent in Prometheus' text format.
+    ///
+    /// # Errors
+    /// `KVF_ERR_INTERNAL`: they cannot be written as text (a bug).
+    pub fn metrics_text(&self) -> Result<String> {
+        let held = self.quarantine();
+        let mut transfers: Vec<u64> = held.iter().map(|(transfer, ..)| *transfer).collect();
+        transfers.dedup();
+        let (leases, operations) = {
+            let state = self.shared.lock();
+            (state.published.len() as u64, state.live)
+        };
+        self.shared.metrics.text(&Levels {
+            leases,
+            quarantined_transfers: transfers.len() as u64,
+            quarantined_slots: held.len() as u64,
+            operations,
+        })
+    }
+
     /// Ends the agent: everything still running fails with `KVF_ERR_SHUTDOWN`, peers are told,
     /// threads are joined within the time-out.
     ///
@@ -663,6 +685,9 @@ impl Publication {
             claimed: self.shared.claimed.load(Ordering::Relaxed) != 0,
             readers_done: self.shared.readers_done.load(Ordering::Relaxed),
             readers_expected: self.shared.readers_expected.load(Ordering::Relaxed),
+            bytes: self.shared.bytes.load(Ordering::Relaxed),
+            first_byte_ns: self.shared.times.first_ns(),
+            last_byte_ns: self.shared.times.last_ns(),
         }
     }
 
@@ -756,6 +781,8 @@ impl Transfer {
             bytes_total: 0,
             submitted: 0,
             elapsed_ns: 0,
+            first_byte_ns: 0,
+            last_byte_ns: 0,
             transport: "",
             parts: Vec::new(),
         };

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use super::api::{EventKind, PublishDesc, ReceiveDesc};
@@ -23,6 +23,8 @@ use super::ticket::{decode_offer, encode_offer, key};
 use crate::bail;
 use crate::error::Result;
 use crate::layout::Layout;
+use crate::observe::Times;
+use crate::observe::metrics::Operation;
 use crate::wire;
 
 /// Offers slots for a push; returns the offer's bytes too.
@@ -83,13 +85,16 @@ pub(super) fn receive(
         part_bytes: Mutex::new(vec![0; parts.len()]),
         parts,
         jobs: Mutex::default(),
+        settled: AtomicU64::new(0),
         submitted: Mutex::new(submitted),
         transport: Mutex::new(""),
         aux: Mutex::default(),
         slots,
         pools,
-        started: std::time::Instant::now(),
+        times: Arc::new(Times::begin()),
         elapsed_ns: AtomicU64::new(0),
+        kind: Operation::Receive,
+        saved: OnceLock::new(),
     });
     let deadline = match desc.deadline {
         Duration::ZERO => shared.config.timeouts.transfer,

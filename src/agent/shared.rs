@@ -22,6 +22,7 @@ use crate::error::{Result, Status};
 use crate::ids::Incarnation;
 use crate::layout::{Invariants, Layout};
 use crate::memory::{LeaseTable, Pool};
+use crate::observe::metrics::Metrics;
 use crate::runtime::{EventQueue, Workers};
 use crate::session::{End, Now};
 
@@ -40,6 +41,7 @@ pub(super) struct Shared {
     pub data: DataConnections,
     pub groups: Mutex<Board>,
     pub log: Log,
+    pub metrics: Metrics,
     next_id: AtomicU64,
     next_pool: AtomicU32,
     /// New operations are refused (drain, shutdown, caught panic).
@@ -98,6 +100,7 @@ impl Shared {
         workers: Workers,
         log: Log,
     ) -> Result<Self> {
+        let metrics = Metrics::new(&config.name)?;
         Ok(Self {
             config,
             incarnation,
@@ -112,6 +115,7 @@ impl Shared {
             data: DataConnections::default(),
             groups: Mutex::default(),
             log,
+            metrics,
             next_id: AtomicU64::new(1),
             next_pool: AtomicU32::new(1),
             closed: AtomicBool::new(false),

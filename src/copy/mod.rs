@@ -101,7 +101,7 @@ pub unsafe fn run(batch: &[Strided<'_>]) {
 /// As [`run`].
 pub unsafe fn run_part(batch: &[Strided<'_>], whole: u64) {
     // SAFETY: the caller's promise, passed on; `pick` only offers what this processor can do.
-    unsafe { run_with(pick(whole >= STREAM_FROM), batch) }
+    unsafe { run_with(pick(whole), batch) }
 }
 
 /// Runs a batch with one kernel.
@@ -119,12 +119,12 @@ unsafe fn run_with(kernel: Kernel, batch: &[Strided<'_>]) {
 }
 
 #[cfg(all(target_arch = "x86_64", not(miri)))]
-fn pick(stream: bool) -> Kernel {
-    x86_64::pick(stream)
+fn pick(whole: u64) -> Kernel {
+    x86_64::pick(whole >= STREAM_FROM)
 }
 
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-fn pick(_stream: bool) -> Kernel {
+fn pick(_whole: u64) -> Kernel {
     plain::KERNEL
 }
 

@@ -120,6 +120,7 @@ struct Path {
 pub struct Metrics {
     registry: Registry,
     received: IntCounterVec,
+    discarded: IntCounterVec,
     patterns: IntCounterVec,
     reads: IntCounterVec,
     queued: HistogramVec,
@@ -156,7 +157,16 @@ impl Metrics {
         let make = Make(&registry);
         let path = ["peer", "transport"];
         Ok(Self {
-            received: make.counters("received_bytes_total", "Bytes read from a peer", &path)?,
+            received: make.counters(
+                "received_bytes_total",
+                "Bytes read from a peer and attested",
+                &path,
+            )?,
+            discarded: make.counters(
+                "discarded_bytes_total",
+                "Bytes of reads that were cancelled, failed or not attested",
+                &path,
+            )?,
             patterns: make.counters(
                 "read_patterns_total",
                 "Strided patterns that reads consisted of",
@@ -221,13 +231,15 @@ impl Metrics {
     /// Counts a read that is over.
     pub fn read(&self, read: &Read<'_>) {
         let path = self.path(read.peer, read.transport);
-        path.bytes.inc_by(read.bytes);
         path.patterns.inc_by(read.patterns);
         path.queued.observe(read.queued.as_secs_f64());
         path.copying.observe(read.copying.as_secs_f64());
         if read.status == Status::KVF_OK {
+            path.bytes.inc_by(read.bytes);
             path.done.inc();
         } else {
+            let labels = [read.peer, read.transport];
+            self.discarded.with_label_values(&labels).inc_by(read.bytes);
             let cause = format!("{:?}", read.status);
             let labels = [read.peer, read.transport, read.outcome, &cause];
             self.reads.with_label_values(&labels).inc();
@@ -383,25 +395,26 @@ mod tests {
         };
         let text = metrics.text(&levels).unwrap();
         let agent = r#"agent="decode \"0\"""#;
-        let path = format!(r#"{{{agent},peer="prefill-0",transport="shm"}}"#);
+        let path = format!(r#"{{peer="prefill-0",transport="shm",{agent}}}"#);
         for line in [
-            format!("kvferry_received_bytes_total{path} 8292"),
+            format!("kvferry_received_bytes_total{path} 8192"),
+            format!("kvferry_discarded_bytes_total{path} 100"),
             format!("kvferry_read_patterns_total{path} 9"),
             format!("kvferry_read_queue_seconds_count{path} 3"),
             format!(
-                r#"kvferry_read_seconds_bucket{{{agent},peer="prefill-0",transport="shm",le="0.00005"}} 3"#
+                r#"kvferry_read_seconds_bucket{{peer="prefill-0",transport="shm",{agent},le="0.00005"}} 3"#
             ),
             format!(
-                r#"kvferry_reads_total{{{agent},cause="KVF_OK",outcome="done",peer="prefill-0",transport="shm"}} 2"#
+                r#"kvferry_reads_total{{cause="KVF_OK",outcome="done",peer="prefill-0",transport="shm",{agent}}} 2"#
             ),
             format!(
-                r#"kvferry_reads_total{{{agent},cause="KVF_ERR_EXPIRED",outcome="expired",peer="prefill-0",transport="shm"}} 1"#
+                r#"kvferry_reads_total{{cause="KVF_ERR_EXPIRED",outcome="expired",peer="prefill-0",transport="shm",{agent}}} 1"#
             ),
             format!(
-                r#"kvferry_transfers_total{{{agent},cause="KVF_OK",kind="import",outcome="done"}} 1"#
+                r#"kvferry_transfers_total{{cause="KVF_OK",kind="import",outcome="done",{agent}}} 1"#
             ),
-            format!(r#"kvferry_late_notices_total{{{agent},notice="ended",peer="prefill-0"}} 1"#),
-            format!(r#"kvferry_prefix_saved_bytes_total{{{agent},peer="prefill-0"}} 512"#),
+            format!(r#"kvferry_late_notices_total{{notice="ended",peer="prefill-0",{agent}}} 1"#),
+            format!(r#"kvferry_prefix_saved_bytes_total{{peer="prefill-0",{agent}}} 512"#),
             format!("kvferry_leases{{{agent}}} 7"),
         ] {
             assert!(text.lines().any(|l| l == line), "{line}\nnot in\n{text}");

@@ -9,12 +9,13 @@ use super::api::{Config, Side};
 use super::port::{DomainEvents, End, Notice, Notify, Operation, Port};
 use super::room::Transceiver;
 use crate::agent::{
-    self, Agent, GroupEvents, ImportDesc, Observer, Peer, Publication, PublishDesc, Transfer,
+    self, Agent, GroupEvents, ImportDesc, Observer, Peer, Publication, PublishDesc, ReceiveDesc,
+    Transfer,
 };
 use crate::bail;
 use crate::error::{Error, Result, Status};
 use crate::ids::Key;
-use crate::wire::{TICKET_MAGIC, Ticket};
+use crate::wire::{OFFER_MAGIC, Offer, TICKET_MAGIC, Ticket};
 
 /// Bytes before a ticket's message: magic, version, length.
 const TICKET_HEAD: usize = 9;
@@ -118,23 +119,47 @@ impl<A: AsRef<Agent> + Send + Sync + 'static> Port for AgentPort<A> {
         Ok(watch.begun(transfer))
     }
 
+    fn receive(&self, desc: ReceiveDesc, notify: Notify) -> Result<Arc<dyn Operation>> {
+        let watch = Watch::new(notify);
+        let agent = self.agent.as_ref();
+        let transfer = agent.receive_begin(desc, Some(watch.observer()))?;
+        Ok(watch.begun(transfer))
+    }
+
+    fn push(
+        &self,
+        peer: &Peer,
+        offer: &[u8],
+        desc: PublishDesc,
+        deadline: Duration,
+        notify: Notify,
+    ) -> Result<Arc<dyn Operation>> {
+        let watch = Watch::new(notify);
+        let agent = self.agent.as_ref();
+        let transfer = agent.push_begin(peer, offer, desc, deadline, Some(watch.observer()))?;
+        Ok(watch.begun(transfer))
+    }
+
     fn decline(&self, peer: &Peer, ticket: &[u8], cause: Status) -> Result<()> {
         self.agent.as_ref().decline_ticket(peer, ticket, cause)
     }
 
     fn ticket_key(&self, ticket: &[u8]) -> Result<Key> {
-        let body = ticket
-            .split_at_checked(TICKET_HEAD)
-            .filter(|(head, _)| head.starts_with(&TICKET_MAGIC))
-            .and_then(|(_, body)| Ticket::decode(body).ok());
-        match body.and_then(|ticket| ticket.key) {
+        let body = |magic: [u8; 4]| {
+            let (head, body) = ticket.split_at_checked(TICKET_HEAD)?;
+            head.starts_with(&magic).then_some(body)
+        };
+        let of_ticket = || Ticket::decode(body(TICKET_MAGIC)?).ok()?.key;
+        let of_offer = || Offer::decode(body(OFFER_MAGIC)?).ok()?.key;
+        match of_ticket().or_else(of_offer) {
             Some(key) => Ok(Key {
                 request: key.request,
                 attempt: key.attempt,
             }),
             None => bail!(
                 KVF_ERR_INVALID_ARGUMENT,
-                "{} bytes are no ticket; pass those of the context side's respond_and_send",
+                "{} bytes are no ticket and no offer; pass those of the context side's \
+                 respond_and_send (pull) or of the generation side's request_and_receive (push)",
                 ticket.len()
             ),
         }
@@ -264,7 +289,7 @@ impl Operation for Publication {
         self.release();
     }
     fn error_text(&self) -> String {
-        String::new()
+        Publication::error_text(self)
     }
     fn aux(&self) -> Vec<u8> {
         Vec::new()
@@ -278,8 +303,10 @@ impl Handle for Publication {
             outcome: info.outcome,
             cause: info.cause,
             memory_safe: info.memory_safe,
-            bytes: 0,
-            bytes_total: 0,
+            bytes: info.bytes,
+            bytes_total: info.bytes,
+            first_byte_ns: info.first_byte_ns,
+            last_byte_ns: info.last_byte_ns,
             transport: "",
         }
     }
@@ -287,7 +314,7 @@ impl Handle for Publication {
 
 impl Operation for Transfer {
     fn ticket(&self) -> Vec<u8> {
-        Vec::new()
+        self.offer().map(<[u8]>::to_vec).unwrap_or_default()
     }
     fn cancel(&self) {
         Transfer::cancel(self);
@@ -309,6 +336,8 @@ impl Handle for Transfer {
             memory_safe: info.memory_safe,
             bytes: info.bytes,
             bytes_total: info.bytes_total,
+            first_byte_ns: info.first_byte_ns,
+            last_byte_ns: info.last_byte_ns,
             transport: info.transport,
         }
     }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::api::Side;
-use crate::agent::{ImportDesc, Outcome, PublishDesc};
+use crate::agent::{ImportDesc, Outcome, PublishDesc, ReceiveDesc};
 use crate::error::{Result, Status};
 use crate::ids::Key;
 
@@ -21,6 +21,10 @@ pub struct End {
     pub bytes: u64,
     /// Bytes to move.
     pub bytes_total: u64,
+    /// From the operation's begin to its first byte, in ns; 0 = none was moved.
+    pub first_byte_ns: u64,
+    /// To its last byte.
+    pub last_byte_ns: u64,
     /// Data path.
     pub transport: &'static str,
 }
@@ -40,7 +44,8 @@ pub type Notify = Box<dyn Fn(Notice) + Send + Sync>;
 
 /// A publication or transfer. Dropping one that runs must not block.
 pub trait Operation: Send + Sync {
-    /// The bytes that travel with the request; empty for a receive.
+    /// The bytes that travel with the request: a publication's ticket, a receive's offer; empty
+    /// for an import and a push.
     fn ticket(&self) -> Vec<u8>;
     /// Asks for its end.
     fn cancel(&self);
@@ -82,16 +87,35 @@ pub trait Port: Send + Sync + 'static {
         notify: Notify,
     ) -> Result<Arc<dyn Operation>>;
 
+    /// Offers slots to a sender.
+    ///
+    /// # Errors
+    /// As [`crate::agent::Agent::receive_begin`]; nothing changed and `notify` is never called.
+    fn receive(&self, desc: ReceiveDesc, notify: Notify) -> Result<Arc<dyn Operation>>;
+
+    /// Answers an offer.
+    ///
+    /// # Errors
+    /// As [`crate::agent::Agent::push_begin`]; nothing changed and `notify` is never called.
+    fn push(
+        &self,
+        peer: &Self::Peer,
+        offer: &[u8],
+        desc: PublishDesc,
+        deadline: Duration,
+        notify: Notify,
+    ) -> Result<Arc<dyn Operation>>;
+
     /// Tells the source that its ticket will not be used.
     ///
     /// # Errors
     /// As [`crate::agent::Agent::decline_ticket`].
     fn decline(&self, peer: &Self::Peer, ticket: &[u8], cause: Status) -> Result<()>;
 
-    /// The key that a ticket is about.
+    /// The key that a ticket or an offer is about.
     ///
     /// # Errors
-    /// `KVF_ERR_INVALID_ARGUMENT`: no ticket.
+    /// `KVF_ERR_INVALID_ARGUMENT`: neither.
     fn ticket_key(&self, ticket: &[u8]) -> Result<Key>;
 
     /// Starts hearing the other ranks of a domain of `world` ranks, as `rank` of them.

@@ -98,6 +98,8 @@ impl Request {
                 format!("rank {} of the domain: {:?}", d.rank, d.ending.cause)
             }),
             queued_ns: nanos(self.queued),
+            first_byte_ns: end.map_or(0, |end| end.first_byte_ns),
+            last_byte_ns: end.map_or(0, |end| end.last_byte_ns),
             ended_ns: self.elapsed_ns(),
             safe_ns: self.quiet.map_or(0, |at| self.since_call(at)),
             decided_ns: self.decided.map_or(0, |d| self.since_call(d.at)),

@@ -6,11 +6,12 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::api::{
-    Cancel, Checked, Config, Consensus, ReceiveRequest, Record, RequestResult, SendRequest, Side,
+    Cancel, Checked, Config, Consensus, Direction, ReceiveRequest, Record, RequestResult,
+    SendRequest, Side,
 };
 use super::codec;
 use super::port::Port;
-use super::shared::{Cell, GRACE, NEVER, Shared};
+use super::shared::{Cell, GRACE, NEVER, Shared, same_key};
 use super::signal::Signal;
 use crate::bail;
 use crate::error::{Result, Status};
@@ -69,6 +70,12 @@ impl<P: Port> Transceiver<P> {
     pub fn respond_and_send_async(&self, request: SendRequest) -> Result<Vec<u8>> {
         let shared = &self.shared;
         let (key, user_data) = (request.key, request.user_data);
+        if shared.config.direction == Direction::Push {
+            bail!(
+                KVF_ERR_STATE,
+                "{key}: this transceiver was made for push: answer the generation side's offer"
+            );
+        }
         let begun = shared.begin(Side::Context, key, user_data, false)?;
         let notify = shared.notify(Side::Context, key, begun.serial);
         // With a cancel from before: published and taken back, so that a reader who already has
@@ -80,6 +87,61 @@ impl<P: Port> Transceiver<P> {
         let ticket = op.ticket();
         shared.started(Side::Context, key, begun.serial, Some(op));
         Ok(ticket)
+    }
+
+    /// Push: sends a request's slots into what the generation side has offered. `offer` are the
+    /// bytes that the other side's [`Self::offer`] gave; one rank's, so that a context rank feeds
+    /// one generation rank. `deadline` zero = the transceiver's. Never blocks.
+    ///
+    /// # Errors
+    /// As [`crate::agent::Agent::push_begin`]; `KVF_ERR_DUPLICATE`: the key is in use;
+    /// `KVF_ERR_STATE`: made for pull. Nothing changed.
+    pub fn push_async(
+        &self,
+        peer: &P::Peer,
+        offer: &[u8],
+        mut request: SendRequest,
+        deadline: Duration,
+    ) -> Result<()> {
+        let shared = &self.shared;
+        if shared.config.direction == Direction::Pull {
+            bail!(
+                KVF_ERR_STATE,
+                "this transceiver was made for pull: offer the slots by respond_and_send_async"
+            );
+        }
+        let key = shared.port.ticket_key(offer)?;
+        if request.key != Key::default() {
+            same_key("offer", key, request.key)?;
+        }
+        request.key = key;
+        let deadline = match deadline {
+            Duration::ZERO => shared.config.transfer,
+            given => given,
+        };
+        let (side, user_data) = (Side::Context, request.user_data);
+        let begun = shared.begin(side, key, user_data, false)?;
+        let notify = shared.notify(side, key, begun.serial);
+        // With a cancel from before: begun and taken back, so that the receiver is told.
+        let op = shared
+            .port
+            .push(peer, offer, request, deadline, notify)
+            .inspect_err(|_| shared.abort(side, key, begun.serial))?;
+        shared.started(side, key, begun.serial, Some(op));
+        Ok(())
+    }
+
+    /// Push: the bytes of a receive that is in the table, for the context side's
+    /// [`Self::push_async`].
+    pub fn offer(&self, key: Key) -> Option<Vec<u8>> {
+        let found = self.shared.cell(Side::Generation).lock().operation(key);
+        found
+            .map(|op| op.ticket())
+            .filter(|offer| !offer.is_empty())
+    }
+
+    pub(super) fn kept_records(&self, side: Side) -> Vec<Record> {
+        self.shared.cell(side).lock().kept_records()
     }
 
     /// Sends layer by layer while prefill computes.
@@ -104,7 +166,8 @@ impl<P: Port> Transceiver<P> {
         )
     }
 
-    /// Fetches what a ticket offers into the request's slots. Never blocks.
+    /// Fetches what a ticket offers into the request's slots; push: offers the slots, and
+    /// [`Self::offer`] has the bytes for the context side. Never blocks.
     ///
     /// # Errors
     /// As [`crate::agent::Agent::import_begin`]; `KVF_ERR_DUPLICATE`: the key is in use;

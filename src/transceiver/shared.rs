@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::api::{Config, Consensus, ReceiveRequest, RequestResult, Side};
+use super::api::{Config, Consensus, Direction, ReceiveRequest, RequestResult, Side};
 use super::domain::{Domain, Voter};
 use super::port::{DomainEvents, End, Notice, Notify, Operation, Port};
 use super::signal::Signal;
 use super::table::{Begun, CANCELLED, Table};
-use crate::agent::Outcome;
+use crate::agent::{ImportDesc, Outcome, ReceiveDesc};
 use crate::bail;
 use crate::error::{Result, Status};
 use crate::ids::Key;
@@ -222,13 +222,17 @@ impl<P: Port> Shared<P> {
         waited_for: bool,
     ) -> Result<u64> {
         let key = request.key;
-        let offered = self.port.ticket_key(&request.import.ticket)?;
-        if offered != key {
+        let push = self.config.direction == Direction::Push;
+        if push && !request.import.ticket.is_empty() {
             bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "the ticket is about {offered}, the request about {key}; both sides use the \
-                 orchestrator's key"
+                KVF_ERR_STATE,
+                "{key}: a ticket was given, but this transceiver was made for push: the request \
+                 makes an offer, which travels to the context side"
             );
+        }
+        if !push {
+            let offered = self.port.ticket_key(&request.import.ticket)?;
+            same_key("ticket", offered, key)?;
         }
         request.import.deadline = self.deadline_of(&request);
         let side = Side::Generation;
@@ -236,10 +240,12 @@ impl<P: Port> Shared<P> {
         let Begun { serial, cancelled } = self.begin(side, key, user_data, waited_for)?;
         if cancelled {
             // Nothing was begun, so nothing can complete; the source frees its slots now and not
-            // when its lease ends. If it cannot be told, the lease ends.
-            let _ = self
-                .port
-                .decline(peer, &request.import.ticket, CANCELLED.cause);
+            // when its lease ends. If it cannot be told, the lease ends. A push has no source yet.
+            if !push {
+                let _ = self
+                    .port
+                    .decline(peer, &request.import.ticket, CANCELLED.cause);
+            }
             self.started(side, key, serial, None);
             let end = End {
                 outcome: Outcome::Cancelled,
@@ -247,6 +253,8 @@ impl<P: Port> Shared<P> {
                 memory_safe: true,
                 bytes: 0,
                 bytes_total: 0,
+                first_byte_ns: 0,
+                last_byte_ns: 0,
                 transport: "",
             };
             self.with(side, |table, now| {
@@ -255,10 +263,12 @@ impl<P: Port> Shared<P> {
             return Ok(serial);
         }
         let notify = self.notify(side, key, serial);
-        let op = self
-            .port
-            .import(peer, request.import, notify)
-            .inspect_err(|_| self.abort(side, key, serial))?;
+        let op = if push {
+            self.port.receive(offer_of(key, request.import), notify)
+        } else {
+            self.port.import(peer, request.import, notify)
+        };
+        let op = op.inspect_err(|_| self.abort(side, key, serial))?;
         self.started(side, key, serial, Some(op));
         Ok(serial)
     }
@@ -313,6 +323,33 @@ impl<P: Port> Shared<P> {
             }
         }
         Status::KVF_OK
+    }
+}
+
+/// # Errors
+/// `KVF_ERR_INVALID_ARGUMENT`: the keys differ.
+pub(super) fn same_key(what: &str, its: Key, key: Key) -> Result<()> {
+    if its != key {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "the {what} is about {its}, the request about {key}; both sides use the \
+             orchestrator's key"
+        );
+    }
+    Ok(())
+}
+
+/// What a receive offers to its sender.
+fn offer_of(key: Key, import: ImportDesc) -> ReceiveDesc {
+    ReceiveDesc {
+        key,
+        groups: import.groups,
+        states: import.states,
+        owned_only: import.owned_only,
+        deadline: import.deadline,
+        priority: import.priority,
+        prefix_tag: import.prefix_tag,
+        user_data: import.user_data,
     }
 }
 

@@ -400,6 +400,14 @@ impl Table {
         records.find(|(record, _)| record.key == key).cloned()
     }
 
+    /// Records of ended requests, oldest first.
+    pub(super) fn kept_records(&self) -> Vec<Record> {
+        self.records
+            .iter()
+            .map(|(record, _)| record.clone())
+            .collect()
+    }
+
     /// The operation of a request that is not over.
     pub(super) fn operation(&self, key: Key) -> Operated {
         self.requests.get(&key)?.op.clone()

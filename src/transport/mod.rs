@@ -91,23 +91,24 @@ impl ReadJob {
     /// held up; at least `least` bytes if there are as many, at most [`PIECE_BYTES`]. False:
     /// nothing is left, or the job was cancelled.
     pub fn next(&self, least: u64, out: &mut Vec<Pattern>) -> bool {
-        let mut at = self.lock();
+        let mut position = self.position();
         let share = match self.workers.load(Ordering::Relaxed) {
             1 => PIECE_BYTES,
-            workers => self.bytes.saturating_sub(at.taken) / (2 * workers),
+            workers => self.bytes.saturating_sub(position.taken) / (2 * workers),
         };
-        self.take(&mut at, share.max(least).min(PIECE_BYTES), out)
-            .is_some()
+        self.take(&mut position, share.max(least), out).is_some()
     }
 
-    /// Appends the next pieces to `out`, together at most `max_bytes`. Tells where they begin:
-    /// index of the binding and position in it, from which [`Binding::take`] with the same
-    /// `max_bytes` gives the same pieces. `None`: nothing is left, or the job was cancelled.
+    /// Appends the next pieces to `out`, together at most `max_bytes`; tells where they begin:
+    /// index of the binding and position in it. `None` as [`Self::next`]'s false.
     pub fn next_at(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> Option<(usize, Cursor)> {
-        self.take(&mut self.lock(), max_bytes, out)
+        self.take(&mut self.position(), max_bytes, out)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Position> {
+    fn position(&self) -> MutexGuard<'_, Position> {
+        if self.moved() > 0 {
+            fault::point("mid_copy");
+        }
         self.position.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -117,14 +118,11 @@ impl ReadJob {
         max_bytes: u64,
         out: &mut Vec<Pattern>,
     ) -> Option<(usize, Cursor)> {
-        if self.moved() > 0 {
-            fault::point("mid_copy");
-        }
         while !self.is_cancelled()
             && let Some(binding) = self.bindings.get(at.binding)
         {
             let begin = (at.binding, at.cursor);
-            let taken = binding.take(&mut at.cursor, max_bytes, out);
+            let taken = binding.take(&mut at.cursor, max_bytes.min(PIECE_BYTES), out);
             if taken > 0 {
                 at.taken += taken;
                 return Some(begin);
@@ -132,6 +130,11 @@ impl ReadJob {
             (at.binding, at.cursor) = (at.binding + 1, Cursor::default());
         }
         None
+    }
+
+    /// Strided patterns that the whole job consists of.
+    pub fn patterns(&self) -> u64 {
+        self.bindings.iter().map(Binding::patterns).sum()
     }
 
     /// Our pool with this id.

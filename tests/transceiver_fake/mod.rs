@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use kvferry::agent::{ImportDesc, Outcome, PublishDesc};
+use kvferry::agent::{ImportDesc, Outcome, PublishDesc, ReceiveDesc};
 use kvferry::err;
 use kvferry::error::{Error, Result, Status};
 use kvferry::ids::Key;
@@ -29,6 +29,8 @@ pub fn done() -> End {
         memory_safe: true,
         bytes: 4096,
         bytes_total: 4096,
+        first_byte_ns: 100,
+        last_byte_ns: 1124,
         transport: "fake",
     }
 }
@@ -161,6 +163,22 @@ impl Port for FakePort {
         self.0.deadlines.lock().unwrap().push(desc.deadline);
         let key = self.ticket_key(&desc.ticket)?;
         self.0.begin(key, Side::Generation, notify)
+    }
+    fn receive(&self, desc: ReceiveDesc, notify: Notify) -> Result<Arc<dyn Operation>> {
+        self.0.deadlines.lock().unwrap().push(desc.deadline);
+        self.0.begin(desc.key, Side::Generation, notify)
+    }
+    fn push(
+        &self,
+        _: &(),
+        offer: &[u8],
+        desc: PublishDesc,
+        deadline: Duration,
+        notify: Notify,
+    ) -> Result<Arc<dyn Operation>> {
+        self.0.deadlines.lock().unwrap().push(deadline);
+        assert_eq!(desc.key, self.ticket_key(offer)?);
+        self.0.begin(desc.key, Side::Context, notify)
     }
     fn decline(&self, _: &(), ticket: &[u8], cause: Status) -> Result<()> {
         let key = self.ticket_key(ticket)?;
