@@ -121,6 +121,9 @@ class Rank {
     return v.base + layer * v.layer_stride + slot * v.slot_stride;
   }
 
+  // Takes the pool back.
+  void unregister() { pool_.unregister_begin(10s); }
+
   // As the source with this seed.
   void fill(std::uint32_t seed) {
     for (std::uint32_t v = 0; v < views_.size(); ++v) {
@@ -135,6 +138,18 @@ class Rank {
       unsigned char* at = image + offset(view, l, to);
       for (std::uint64_t i = 0; i < v.bytes; ++i) at[i] = content(seed, view, v.layers[l], from, i);
     }
+  }
+  // The first byte of our slot `to` that is not the source's in its slot `from`, or "".
+  std::string slot_differs(std::uint32_t seed, std::uint32_t view, std::uint32_t from,
+                           std::uint32_t to) const {
+    const Placed& v = views_[view];
+    for (std::size_t l = 0; l < v.layers.size(); ++l) {
+      const auto start = offset(view, l, to);
+      for (std::uint64_t i = 0; i < v.bytes; ++i) {
+        if (base_[start + i] != content(seed, view, v.layers[l], from, i)) return where(start + i);
+      }
+    }
+    return "";
   }
   std::vector<unsigned char> snapshot() const { return {base_, base_ + bytes()}; }
   // The first byte of our memory that is not the image's, or "".

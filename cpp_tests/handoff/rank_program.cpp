@@ -8,15 +8,18 @@
 //   meta                                  -> engine metadata, hex
 //   fill SEED                             -> ok
 //   peer NAME HEX                         -> status after waiting for it
-//   publish KEY END SLOTS STATE CLAIM_MS LEASE_MS         -> ticket, hex (STATE -1: none)
+//   lost NAME MS                          -> status once the peer is lost, at the latest after MS
+//   publish KEY END SLOTS STATE CLAIM_MS LEASE_MS [TAG]   -> ticket, hex (STATE -1: none)
 //   published KEY MS                      -> status after waiting for its end
 //   release KEY                           -> ok
 //   import PEER TICKET SLOTS SKIP STATE DEADLINE_MS       -> number of the transfer
 //   receive KEY SLOTS SKIP END STATE DEADLINE_MS          -> number, offer in hex
-//   push PEER OFFER END SLOTS STATE DEADLINE_MS           -> number of the transfer
-//   wait N MS                             -> status, "safe" or "unsafe"
+//   push PEER OFFER END SLOTS STATE DEADLINE_MS [TAG]     -> number of the transfer
+//   hold PEER TICKET                      -> ok
+//   decline PEER TICKET                   -> ok, with the cause KVF_ERR_LIMIT
+//   wait N MS                             -> status, "safe" or "unsafe" (waits for both)
 //   cancel N                              -> ok
-//   compare SEED FROM TO                  -> "same", or where block TO is not the source's FROM
+//   compare SEED FROM TO                  -> "same", or where blocks TO are not the source's FROM
 //   digest                                -> a number over the whole memory
 //   fault TEXT                            -> ok (library with the feature `testing` only)
 //   drain MS                              -> status
@@ -25,6 +28,7 @@
 #include <iostream>
 #include <map>
 #include <sstream>
+#include <thread>
 
 #include "model.hpp"
 #include "times.hpp"
@@ -77,6 +81,14 @@ class Program {
       peers_[who] = rank_.agent.add_peer(from_hex(next<std::string>(in)));
       return name(peers_[who].wait(10s));
     }
+    if (command == "lost") {
+      const auto& peer = peers_.at(next<std::string>(in));
+      const auto until = std::chrono::steady_clock::now() + Milliseconds(next<std::uint64_t>(in));
+      while (peer.query().status >= 0 && std::chrono::steady_clock::now() < until) {
+        std::this_thread::sleep_for(2ms);
+      }
+      return name(peer.query().status);
+    }
     if (command == "publish") return publish(in);
     if (command == "published") {
       const auto key = next<std::uint64_t>(in);
@@ -86,12 +98,26 @@ class Program {
       publications_.at(next<std::uint64_t>(in)).release();
       return "ok";
     }
+    if (command == "hold" || command == "decline") {
+      const auto& peer = peers_.at(next<std::string>(in));
+      const auto ticket = from_hex(next<std::string>(in));
+      if (command == "hold") {
+        rank_.agent.hold(peer, ticket);
+      } else {
+        rank_.agent.decline(peer, ticket, KVF_ERR_LIMIT);
+      }
+      return "ok";
+    }
     if (command == "import") return import(in);
     if (command == "receive") return receive(in);
     if (command == "push") return push(in);
     if (command == "wait") {
       const auto& transfer = transfers_.at(next<std::size_t>(in));
-      const auto status = transfer.wait(Milliseconds(next<std::uint64_t>(in)));
+      const auto until = std::chrono::steady_clock::now() + Milliseconds(next<std::uint64_t>(in));
+      const auto status = transfer.wait(until - std::chrono::steady_clock::now());
+      while (transfer.query().memory_safe == 0 && std::chrono::steady_clock::now() < until) {
+        std::this_thread::sleep_for(1ms);
+      }
       return name(status) + (transfer.query().memory_safe != 0 ? " safe" : " unsafe");
     }
     if (command == "cancel") {
@@ -101,7 +127,12 @@ class Program {
     if (command == "compare") return compare(in);
     if (command == "digest") {
       std::uint64_t hash = 14695981039346656037ULL;
-      for (std::uint64_t i = 0; i < rank_.bytes(); ++i) hash = (hash ^ rank_.data()[i]) * 1099511628211ULL;
+      for (std::uint64_t i = 0; i + 8 <= rank_.bytes(); i += 8) {
+        std::uint64_t word = 0;
+        std::memcpy(&word, rank_.data() + i, 8);
+        hash = (hash ^ word) * 1099511628211ULL;
+        hash ^= hash >> 32;
+      }
       return std::to_string(hash);
     }
     if (command == "fault") {
@@ -116,7 +147,7 @@ class Program {
   }
 
  private:
-  static std::string name(kvf_status status) { return kvf_status_name(status); }
+  static std::string name(std::int32_t status) { return kvf_status_name(status); }
 
   template <typename T>
   static T next(std::istringstream& in) {
@@ -143,6 +174,7 @@ class Program {
     offer.states = published_states(next<std::int32_t>(in), end);
     offer.claim = Milliseconds(next<std::uint64_t>(in));
     offer.lease = Milliseconds(next<std::uint64_t>(in));
+    in >> offer.prefix_tag;  // stays 0 when there is none
     publications_[key] = rank_.agent.publish(offer);
     return to_hex(publications_[key].ticket());
   }
@@ -180,6 +212,7 @@ class Program {
     what.groups = {kvferry::published(0, blocks, 0, end)};
     what.states = published_states(next<std::int32_t>(in), end);
     what.deadline = Milliseconds(next<std::uint64_t>(in));
+    in >> what.prefix_tag;
     return add(rank_.agent.push_begin(peer, offer, what));
   }
 
@@ -189,12 +222,16 @@ class Program {
   }
 
   std::string compare(std::istringstream& in) {
-    const auto seed = next<std::uint32_t>(in), from = next<std::uint32_t>(in),
-               to = next<std::uint32_t>(in);
-    auto image = rank_.snapshot();
-    for (std::uint32_t view : {kKey, kValue}) rank_.write(image.data(), seed, view, from, to);
-    const auto text = rank_.differs(image);
-    return text.empty() ? "same" : text;
+    const auto seed = next<std::uint32_t>(in);
+    const auto from = slots(next<std::string>(in)), to = slots(next<std::string>(in));
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      for (std::uint32_t view : {kKey, kValue}) {
+        const auto text = rank_.slot_differs(seed, view, static_cast<std::uint32_t>(from[i]),
+                                             static_cast<std::uint32_t>(to[i]));
+        if (!text.empty()) return text;
+      }
+    }
+    return "same";
   }
 
   Rank rank_;

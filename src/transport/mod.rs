@@ -132,6 +132,11 @@ impl ReadJob {
         None
     }
 
+    /// Strided patterns that the whole job consists of.
+    pub fn patterns(&self) -> u64 {
+        self.bindings.iter().map(Binding::patterns).sum()
+    }
+
     /// Our pool with this id.
     pub fn pool(&self, id: u32) -> Option<&Arc<Pool>> {
         self.pools.get(&id)
