@@ -3,6 +3,7 @@ include(CMakePackageConfigHelpers)
 set(_package "${CMAKE_INSTALL_LIBDIR}/cmake/kvferry")
 
 install(FILES "${PROJECT_SOURCE_DIR}/include/kvferry.h" "${PROJECT_SOURCE_DIR}/include/kvferry.hpp"
+              "${PROJECT_SOURCE_DIR}/include/kvferry_transceiver.hpp"
         TYPE INCLUDE)
 install(TARGETS kvferry LIBRARY)
 install(FILES "${KVFERRY_STATIC}" TYPE LIB)

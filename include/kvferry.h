@@ -90,7 +90,7 @@
 #define KVF_DIRECTION_PULL 0
 
 /**
- * The source writes. Not served yet.
+ * The source sends into slots that the destination opens. Not for transceivers yet.
  */
 #define KVF_DIRECTION_PUSH 1
 
@@ -248,6 +248,81 @@
  * The other side declined.
  */
 #define KVF_OUTCOME_DECLINED 6
+
+/**
+ * As `at_least`: all requests that are in flight.
+ */
+#define KVF_WAIT_ALL 4294967295
+
+/**
+ * As `timeout_ns` of a status call: the side's poll time-out of the configuration.
+ */
+#define KVF_TIMEOUT_CONFIGURED 18446744073709551615ull
+
+/**
+ * One rank: what ends here is reported here (default).
+ */
+#define KVF_CONSENSUS_NONE 0
+
+/**
+ * Ranks vote, rank 0 of the domain decides, the engine broadcasts its decision bytes.
+ */
+#define KVF_CONSENSUS_VOTES 1
+
+/**
+ * Every rank's status call exchanges what it knows through `exchange`.
+ */
+#define KVF_CONSENSUS_COLLECTIVE 2
+
+/**
+ * The tensor- and context-parallel ranks of one pipeline stage.
+ */
+#define KVF_EXCHANGE_TENSOR 0
+
+/**
+ * The pipeline stages' ranks of equal tensor- and context-parallel coordinates.
+ */
+#define KVF_EXCHANGE_PIPELINE 1
+
+/**
+ * The request has ended; its memory may be reused if `memory_safe` says so.
+ */
+#define KVF_RESULT_ENDED 1
+
+/**
+ * The memory of a request that was reported as ended may be reused now.
+ */
+#define KVF_RESULT_MEMORY_SAFE 2
+
+/**
+ * A context request: this engine prefilled.
+ */
+#define KVF_SIDE_CONTEXT 0
+
+/**
+ * A generation request: this engine decodes.
+ */
+#define KVF_SIDE_GENERATION 1
+
+/**
+ * Bytes of a decision of no result.
+ */
+#define KVF_DECISION_HEAD_BYTES 64
+
+/**
+ * Bytes that each result adds to a decision at most.
+ */
+#define KVF_DECISION_RESULT_BYTES 48
+
+/**
+ * A JSON object a line.
+ */
+#define KVF_RECORDS_JSON_LINES 0
+
+/**
+ * Comma-separated values, the names in the first line.
+ */
+#define KVF_RECORDS_CSV 1
 
 /**
  * Nothing to move: nothing was submitted.
@@ -460,6 +535,11 @@ typedef struct kvf_pool kvf_pool;
 typedef struct kvf_publication kvf_publication;
 
 /**
+ * A rank's request-level bookkeeping. Any thread may use it, several at once.
+ */
+typedef struct kvf_transceiver kvf_transceiver;
+
+/**
  * A running or ended pull, import, receive or push. Any thread may use it, several at once.
  */
 typedef struct kvf_transfer kvf_transfer;
@@ -511,7 +591,8 @@ typedef struct kvf_agent_config {
    */
   size_t num_affinity;
   /**
-   * Allowed transports, as in `"shm,tcp"`; NULL = all. The environment variable
+   * Allowed transports, as in `"shm,tcp"`, of inproc, shm, unix and tcp (ucx and cuda_ipc are
+   * known and not served yet); NULL = all. The environment variable
    * `KVFERRY_TRANSPORTS` narrows it further.
    */
   const char *transports;
@@ -559,6 +640,10 @@ typedef struct kvf_agent_config {
    * First argument of `log`.
    */
   void *log_arg;
+  /**
+   * How long a thread looks at a data socket before it sleeps, in ns; 0 = it sleeps at once.
+   */
+  uint64_t spin_ns;
 } kvf_agent_config;
 
 /**
@@ -943,210 +1028,6 @@ typedef struct kvf_import_desc {
 } kvf_import_desc;
 
 /**
- * Slots that the destination opens for a push.
- */
-typedef struct kvf_receive_desc {
-  /**
-   * `sizeof(kvf_receive_desc)`.
-   */
-  size_t struct_size;
-  /**
-   * KVF_ABI_VERSION.
-   */
-  uint32_t abi_version;
-  /**
-   * Larger is served first; 0 = normal.
-   */
-  int32_t priority;
-  /**
-   * Request and attempt.
-   */
-  struct kvf_key key;
-  /**
-   * Paged groups; NULL = none.
-   */
-  const struct kvf_import_group *groups;
-  /**
-   * `sizeof(kvf_import_group)`.
-   */
-  size_t groups_elem_size;
-  /**
-   * Elements of `groups`.
-   */
-  size_t num_groups;
-  /**
-   * State slots; NULL = none.
-   */
-  const struct kvf_import_state *states;
-  /**
-   * `sizeof(kvf_import_state)`.
-   */
-  size_t states_elem_size;
-  /**
-   * Elements of `states`.
-   */
-  size_t num_states;
-  /**
-   * Slots that the request owns and that are never written; NULL = none.
-   */
-  const struct kvf_slot_ref *owned_only;
-  /**
-   * `sizeof(kvf_slot_ref)`.
-   */
-  size_t owned_only_elem_size;
-  /**
-   * Elements of `owned_only`.
-   */
-  size_t num_owned_only;
-  /**
-   * CUstream: earlier users of the slots are done when what is enqueued so far is done.
-   */
-  void *stream;
-  /**
-   * From now, in ns; 0 = the agent's `transfer_ns`.
-   */
-  uint64_t deadline_ns;
-  /**
-   * Hash of the last skipped block; compared when both sides set it. 0 = none.
-   */
-  uint64_t prefix_tag;
-  /**
-   * Returned in the transfer's events.
-   */
-  uint64_t user_data;
-} kvf_receive_desc;
-
-/**
- * Blocks of one paged group in a publication.
- */
-typedef struct kvf_published_group {
-  /**
-   * Index of the group in the layout.
-   */
-  uint32_t group;
-  /**
-   * Must be 0.
-   */
-  uint32_t reserved;
-  /**
-   * Block of each ordinal that this rank owns, in order from `first_ordinal`; -1 = not held.
-   */
-  const int32_t *slots;
-  /**
-   * Elements of `slots`; the last one holds the last valid token.
-   */
-  size_t num_slots;
-  /**
-   * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
-   */
-  uint64_t first_ordinal;
-  /**
-   * First valid token.
-   */
-  uint64_t token_begin;
-  /**
-   * End of the valid tokens; those before it must not change until the publication has ended.
-   */
-  uint64_t token_end;
-} kvf_published_group;
-
-/**
- * A request's state slot in a publication.
- */
-typedef struct kvf_published_state {
-  /**
-   * Index of the group in the layout.
-   */
-  uint32_t group;
-  /**
-   * The request's slot.
-   */
-  int32_t slot;
-  /**
-   * The state is the one after this many tokens.
-   */
-  uint64_t as_of_token;
-} kvf_published_state;
-
-/**
- * A push into slots that the destination opened.
- */
-typedef struct kvf_push_desc {
-  /**
-   * `sizeof(kvf_push_desc)`.
-   */
-  size_t struct_size;
-  /**
-   * KVF_ABI_VERSION.
-   */
-  uint32_t abi_version;
-  /**
-   * Larger is served first; 0 = normal.
-   */
-  int32_t priority;
-  /**
-   * The engine that the offer comes from.
-   */
-  const struct kvf_peer *peer;
-  /**
-   * The offer's bytes: kvf_transfer_offer() of the destination. Not kept.
-   */
-  const void *offer;
-  /**
-   * Their number.
-   */
-  size_t offer_bytes;
-  /**
-   * Paged groups; NULL = none.
-   */
-  const struct kvf_published_group *groups;
-  /**
-   * `sizeof(kvf_published_group)`.
-   */
-  size_t groups_elem_size;
-  /**
-   * Elements of `groups`.
-   */
-  size_t num_groups;
-  /**
-   * State slots; NULL = none.
-   */
-  const struct kvf_published_state *states;
-  /**
-   * `sizeof(kvf_published_state)`.
-   */
-  size_t states_elem_size;
-  /**
-   * Elements of `states`.
-   */
-  size_t num_states;
-  /**
-   * CUstream: the slots are readable when what is enqueued so far is done.
-   */
-  void *stream;
-  /**
-   * From now, in ns; 0 = the agent's `transfer_ns`.
-   */
-  uint64_t deadline_ns;
-  /**
-   * Bytes for the destination (first tokens, draft tokens); NULL = none.
-   */
-  const void *aux;
-  /**
-   * Length of `aux`, at most 65536.
-   */
-  size_t aux_bytes;
-  /**
-   * Hash of the last block before the pushed ones; compared when both sides set it. 0 = none.
-   */
-  uint64_t prefix_tag;
-  /**
-   * Returned in the transfer's events.
-   */
-  uint64_t user_data;
-} kvf_push_desc;
-
-/**
  * A packed part of the channel axis, such as x, B and C of Mamba-2 or q, k and v.
  */
 typedef struct kvf_section_desc {
@@ -1506,6 +1387,58 @@ typedef struct kvf_pool_info {
 } kvf_pool_info;
 
 /**
+ * Blocks of one paged group in a publication.
+ */
+typedef struct kvf_published_group {
+  /**
+   * Index of the group in the layout.
+   */
+  uint32_t group;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+  /**
+   * Block of each ordinal that this rank owns, in order from `first_ordinal`; -1 = not held.
+   */
+  const int32_t *slots;
+  /**
+   * Elements of `slots`; the last one holds the last valid token.
+   */
+  size_t num_slots;
+  /**
+   * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+   */
+  uint64_t first_ordinal;
+  /**
+   * First valid token.
+   */
+  uint64_t token_begin;
+  /**
+   * End of the valid tokens; those before it must not change until the publication has ended.
+   */
+  uint64_t token_end;
+} kvf_published_group;
+
+/**
+ * A request's state slot in a publication.
+ */
+typedef struct kvf_published_state {
+  /**
+   * Index of the group in the layout.
+   */
+  uint32_t group;
+  /**
+   * The request's slot.
+   */
+  int32_t slot;
+  /**
+   * The state is the one after this many tokens.
+   */
+  uint64_t as_of_token;
+} kvf_published_state;
+
+/**
  * What kvf_publish() offers.
  */
 typedef struct kvf_publish_desc {
@@ -1630,6 +1563,492 @@ typedef struct kvf_publication_info {
    */
   struct kvf_key key;
 } kvf_publication_info;
+
+/**
+ * Slots that the destination opens for a push.
+ */
+typedef struct kvf_receive_desc {
+  /**
+   * `sizeof(kvf_receive_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Larger is served first; 0 = normal.
+   */
+  int32_t priority;
+  /**
+   * Request and attempt.
+   */
+  struct kvf_key key;
+  /**
+   * Paged groups; NULL = none.
+   */
+  const struct kvf_import_group *groups;
+  /**
+   * `sizeof(kvf_import_group)`.
+   */
+  size_t groups_elem_size;
+  /**
+   * Elements of `groups`.
+   */
+  size_t num_groups;
+  /**
+   * State slots; NULL = none.
+   */
+  const struct kvf_import_state *states;
+  /**
+   * `sizeof(kvf_import_state)`.
+   */
+  size_t states_elem_size;
+  /**
+   * Elements of `states`.
+   */
+  size_t num_states;
+  /**
+   * Slots that the request owns and that are never written; NULL = none.
+   */
+  const struct kvf_slot_ref *owned_only;
+  /**
+   * `sizeof(kvf_slot_ref)`.
+   */
+  size_t owned_only_elem_size;
+  /**
+   * Elements of `owned_only`.
+   */
+  size_t num_owned_only;
+  /**
+   * CUstream: earlier users of the slots are done when what is enqueued so far is done.
+   */
+  void *stream;
+  /**
+   * From now, in ns; 0 = the agent's `transfer_ns`.
+   */
+  uint64_t deadline_ns;
+  /**
+   * Hash of the last skipped block; compared when both sides set it. 0 = none.
+   */
+  uint64_t prefix_tag;
+  /**
+   * Returned in the transfer's events.
+   */
+  uint64_t user_data;
+} kvf_receive_desc;
+
+/**
+ * A push into slots that the destination opened.
+ */
+typedef struct kvf_push_desc {
+  /**
+   * `sizeof(kvf_push_desc)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Larger is served first; 0 = normal.
+   */
+  int32_t priority;
+  /**
+   * The engine that the offer comes from.
+   */
+  const struct kvf_peer *peer;
+  /**
+   * The offer's bytes: kvf_transfer_offer() of the destination. Not kept.
+   */
+  const void *offer;
+  /**
+   * Their number.
+   */
+  size_t offer_bytes;
+  /**
+   * Paged groups; NULL = none.
+   */
+  const struct kvf_published_group *groups;
+  /**
+   * `sizeof(kvf_published_group)`.
+   */
+  size_t groups_elem_size;
+  /**
+   * Elements of `groups`.
+   */
+  size_t num_groups;
+  /**
+   * State slots; NULL = none.
+   */
+  const struct kvf_published_state *states;
+  /**
+   * `sizeof(kvf_published_state)`.
+   */
+  size_t states_elem_size;
+  /**
+   * Elements of `states`.
+   */
+  size_t num_states;
+  /**
+   * CUstream: the slots are readable when what is enqueued so far is done.
+   */
+  void *stream;
+  /**
+   * From now, in ns; 0 = the agent's `transfer_ns`.
+   */
+  uint64_t deadline_ns;
+  /**
+   * Bytes for the destination (first tokens, draft tokens); NULL = none.
+   */
+  const void *aux;
+  /**
+   * Length of `aux`, at most 65536.
+   */
+  size_t aux_bytes;
+  /**
+   * Hash of the last block before the pushed ones; compared when both sides set it. 0 = none.
+   */
+  uint64_t prefix_tag;
+  /**
+   * Returned in the transfer's events.
+   */
+  uint64_t user_data;
+} kvf_push_desc;
+
+/**
+ * All-gather inside a group of a domain's ranks, as MPI_Allgather on bytes.
+ *
+ * Called only on the thread that is inside a status call, with the same @p bytes on all members
+ * of the group; once per group and call, rarely twice. It may block; how long is the caller's
+ * choice. It must not throw (declare it `noexcept` in C++) and must not call kvferry
+ * (KVF_ERR_REENTRANT).
+ *
+ * @param      arg    `exchange_arg` of the configuration.
+ * @param      group  KVF_EXCHANGE_TENSOR or KVF_EXCHANGE_PIPELINE.
+ * @param[in]  mine   This rank's contribution, @p bytes long.
+ * @param[out] all    Receives members * @p bytes: the contributions in the same order on every
+ *                    member, this rank's included.
+ * @param      bytes  Length of one contribution.
+ * @return 0 when @p all is filled; anything else fails the status call, which has then committed
+ *         nothing.
+ */
+typedef int32_t (*kvf_group_exchange_fn)(void *arg,
+                                         uint32_t group,
+                                         const void *mine,
+                                         void *all,
+                                         size_t bytes);
+
+/**
+ * Parameters of a transceiver.
+ */
+typedef struct kvf_transceiver_config {
+  /**
+   * `sizeof(kvf_transceiver_config)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * KVF_DIRECTION_*. Pull: the context side's ticket travels to the generation side; push: the
+   * generation side's offer travels to the context side.
+   */
+  uint32_t direction;
+  /**
+   * Longest wait of a context status call with KVF_TIMEOUT_CONFIGURED, in ns; 0 = 1 s.
+   */
+  uint64_t context_poll_ns;
+  /**
+   * The same for a generation status call; 0 = 5 s.
+   */
+  uint64_t generation_poll_ns;
+  /**
+   * For a receive, from its call to its end, where its request names no deadline, in ns; 0 =
+   * 60 s.
+   */
+  uint64_t transfer_ns;
+  /**
+   * How long a cancel for a key that is not known yet waits for it, in ns; 0 = 60 s.
+   */
+  uint64_t cancel_memory_ns;
+  /**
+   * KVF_CONSENSUS_*.
+   */
+  uint32_t consensus;
+  /**
+   * Ranks in the scheduling domain (tp x pp x cp inside one dp index); 0 = 1.
+   */
+  uint32_t world;
+  /**
+   * This rank inside the domain; rank 0 leads. KVF_CONSENSUS_VOTES: the engine's ranks of one
+   * dp index in ascending global rank.
+   */
+  uint32_t rank;
+  /**
+   * KVF_CONSENSUS_COLLECTIVE: members of this rank's tensor group; 0 = 1.
+   */
+  uint32_t tensor_ranks;
+  /**
+   * Names the domain; equal on all its ranks.
+   */
+  uint64_t domain;
+  /**
+   * KVF_CONSENSUS_VOTES: a context request is decided at the latest this long after the first
+   * rank knows it, in ns; 0 = 390 s (claim, lease and transfer).
+   */
+  uint64_t context_limit_ns;
+  /**
+   * The same for a generation request; 0 = 65 s.
+   */
+  uint64_t generation_limit_ns;
+  /**
+   * KVF_CONSENSUS_COLLECTIVE: members of this rank's pipeline group; 0 = 1.
+   */
+  uint32_t pipeline_ranks;
+  /**
+   * KVF_CONSENSUS_COLLECTIVE: 1 = all ranks have agreed to pass equal `at_least` and
+   * `timeout_ns`, so that a status call may wait for this rank's own requests before it
+   * exchanges; 0 = it exchanges at once.
+   */
+  uint32_t wait_before_exchange;
+  /**
+   * KVF_CONSENSUS_COLLECTIVE: the exchange; otherwise NULL.
+   */
+  kvf_group_exchange_fn exchange;
+  /**
+   * First argument of `exchange`.
+   */
+  void *exchange_arg;
+  /**
+   * Ended requests whose record is kept; 0 = 1024.
+   */
+  uint32_t records;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+} kvf_transceiver_config;
+
+/**
+ * What a generation request fetches, and into which slots.
+ */
+typedef struct kvf_receive_request {
+  /**
+   * `sizeof(kvf_receive_request)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
+  /**
+   * Must be the ticket's.
+   */
+  struct kvf_key key;
+  /**
+   * The engine that the ticket comes from; push: the one that will answer the offer.
+   */
+  const struct kvf_peer *peer;
+  /**
+   * The ticket's bytes. Not kept. Push: NULL; the request makes an offer.
+   */
+  const void *ticket;
+  /**
+   * Their number; push: 0.
+   */
+  size_t ticket_bytes;
+  /**
+   * Paged groups; NULL = none.
+   */
+  const struct kvf_import_group *groups;
+  /**
+   * `sizeof(kvf_import_group)`.
+   */
+  size_t groups_elem_size;
+  /**
+   * Elements of `groups`.
+   */
+  size_t num_groups;
+  /**
+   * State slots; NULL = none.
+   */
+  const struct kvf_import_state *states;
+  /**
+   * `sizeof(kvf_import_state)`.
+   */
+  size_t states_elem_size;
+  /**
+   * Elements of `states`.
+   */
+  size_t num_states;
+  /**
+   * Slots that the request owns and that are never written (continuation blocks); NULL = none.
+   */
+  const struct kvf_slot_ref *owned_only;
+  /**
+   * `sizeof(kvf_slot_ref)`.
+   */
+  size_t owned_only_elem_size;
+  /**
+   * Elements of `owned_only`.
+   */
+  size_t num_owned_only;
+  /**
+   * CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
+   * they are done; anything else is KVF_ERR_UNSUPPORTED for now.
+   */
+  void *stream;
+  /**
+   * From now, in ns; 0 = the transceiver's `transfer_ns`.
+   */
+  uint64_t deadline_ns;
+  /**
+   * Hash of the last skipped block; compared when both sides set it. 0 = none.
+   */
+  uint64_t prefix_tag;
+  /**
+   * Returned in the request's results.
+   */
+  uint64_t user_data;
+  /**
+   * Larger is served first; 0 = normal.
+   */
+  int32_t priority;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved2;
+} kvf_receive_request;
+
+/**
+ * One line of a status call's answer: the whole outcome of a request.
+ */
+typedef struct kvf_request_result {
+  /**
+   * The request.
+   */
+  struct kvf_key key;
+  /**
+   * `user_data` of the request; 0 if it never came to this rank.
+   */
+  uint64_t user_data;
+  /**
+   * KVF_RESULT_*.
+   */
+  uint32_t kind;
+  /**
+   * KVF_OUTCOME_*.
+   */
+  uint32_t outcome;
+  /**
+   * A kvf_status: why; KVF_OK for a success.
+   */
+  int32_t cause;
+  /**
+   * 1: the request's slots may be reused (on every rank, where ranks agree).
+   */
+  uint32_t memory_safe;
+  /**
+   * The rank of the domain that decided the outcome; for a success this one.
+   */
+  uint32_t rank;
+  /**
+   * Must be ignored.
+   */
+  uint32_t reserved;
+  /**
+   * Bytes moved on this rank.
+   */
+  uint64_t bytes;
+  /**
+   * From the request's call to its end on this rank, in ns.
+   */
+  uint64_t elapsed_ns;
+} kvf_request_result;
+
+/**
+ * What became of one request. Times are since its call, in ns; 0 = not yet.
+ */
+typedef struct kvf_request_record {
+  /**
+   * `sizeof(kvf_request_record)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * KVF_SIDE_*.
+   */
+  uint32_t side;
+  /**
+   * The request.
+   */
+  struct kvf_key key;
+  /**
+   * KVF_OUTCOME_*, as far as known.
+   */
+  uint32_t outcome;
+  /**
+   * A kvf_status: why; KVF_IN_PROGRESS while pending.
+   */
+  int32_t cause;
+  /**
+   * The rank of the domain that decided the outcome.
+   */
+  uint32_t rank;
+  /**
+   * Bytes that the publisher attached: see kvf_transceiver_aux().
+   */
+  uint32_t aux_bytes;
+  /**
+   * The request's call, in ns since the transceiver was made.
+   */
+  uint64_t queued_ns;
+  /**
+   * The end on this rank, attested.
+   */
+  uint64_t ended_ns;
+  /**
+   * Memory safe on this rank.
+   */
+  uint64_t safe_ns;
+  /**
+   * The outcome was decided.
+   */
+  uint64_t decided_ns;
+  /**
+   * Bytes moved on this rank.
+   */
+  uint64_t bytes;
+  /**
+   * Bytes to move on this rank.
+   */
+  uint64_t bytes_total;
+  /**
+   * Data path, empty if none was needed; NUL-terminated.
+   */
+  char transport[16];
+  /**
+   * The first byte on this rank; context side: the first reader's contact.
+   */
+  uint64_t first_byte_ns;
+  /**
+   * The last byte on this rank, not attested yet; context side: the last reader's end.
+   */
+  uint64_t last_byte_ns;
+  /**
+   * `bytes` in the time between those two, in GB/s; 0 = nothing was moved.
+   */
+  double gb_per_s;
+} kvf_request_record;
 
 /**
  * What kvf_transfer_query() tells. Outcome and safety are separate: a transfer that has failed
@@ -1836,13 +2255,17 @@ kvf_status kvf_agent_quarantine(const struct kvf_agent *agent,
 KVF_NOEXCEPT;
 
 /**
- * Gives the agent's metrics in Prometheus' text format. Not served yet.
+ * Gives the agent's metrics in Prometheus' text format (version 0.0.4): bytes, reads and
+ * transfers by outcome and cause, queue and copy times, patterns, bytes that prefixes saved,
+ * leases, quarantine and late notices, by peer and transport. docs/metrics.md lists them.
+ *
+ * Given whole or not at all. Numbers grow: give @p buf some room beyond an earlier @p needed.
  *
  * @param      agent   The agent.
  * @param[out] buf     Receives the NUL-terminated text; may be NULL when @p cap is 0.
  * @param      cap     Size of @p buf in bytes; 0 only asks for the size.
- * @param[out] needed  Receives the size with the NUL; may be NULL.
- * @return KVF_ERR_UNSUPPORTED.
+ * @param[out] needed  Receives the size with the NUL, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small.
  *
  * # Safety
  * @p agent must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
@@ -1863,9 +2286,10 @@ KVF_NOEXCEPT;
  * @param[in]  desc    Start from KVF_ENGINE_DESC_INIT. Not kept.
  * @param[out] engine  Receives the engine; end it with kvf_engine_destroy().
  * @return KVF_OK; KVF_ERR_STATE before the layout or the second time; KVF_ERR_GROUP_LOST when
- *         `exchange` failed; KVF_ERR_INCOMPATIBLE when a part of the model is missing or the
- *         ranks contradict each other; KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata and
- *         when this agent's own is not among them; KVF_ERR_DUPLICATE for a rank given twice.
+ *         `exchange` failed; KVF_ERR_INVALID_ARGUMENT when a part of the model is missing, with
+ *         what is, for bytes that are no metadata, and when this agent's own is not among them;
+ *         KVF_ERR_INCOMPATIBLE when the ranks contradict each other; KVF_ERR_DUPLICATE for a rank
+ *         given twice.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
@@ -1978,45 +2402,6 @@ KVF_NOEXCEPT;
 kvf_status kvf_import_begin(struct kvf_agent *agent,
                             const struct kvf_import_desc *desc,
                             struct kvf_transfer **transfer)
-KVF_NOEXCEPT;
-
-/**
- * Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. The
- * sender skips exactly what is skipped here; a receive of nothing is born complete. Never blocks.
- *
- * @param      agent     The agent.
- * @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
- * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
- *         changed then; KVF_ERR_UNSUPPORTED for a stream.
- *
- * # Safety
- * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
- * what they say, @p transfer be writable.
- */
-kvf_status kvf_receive_begin(struct kvf_agent *agent,
-                             const struct kvf_receive_desc *desc,
-                             struct kvf_transfer **transfer)
-KVF_NOEXCEPT;
-
-/**
- * Begins to write into slots that the destination opened. Mirrors Megatron-LM's
- * `begin_push_blocks`. The destination's kvferry fetches the bytes, so that no process writes
- * another one's memory. Never blocks.
- *
- * @param      agent     The agent.
- * @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
- * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
- *         changed then; KVF_ERR_UNSUPPORTED for a stream.
- *
- * # Safety
- * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
- * its pointers to what they say, @p transfer be writable.
- */
-kvf_status kvf_push_begin(struct kvf_agent *agent,
-                          const struct kvf_push_desc *desc,
-                          struct kvf_transfer **transfer)
 KVF_NOEXCEPT;
 
 /**
@@ -2451,6 +2836,46 @@ kvf_status kvf_ticket_decline(struct kvf_agent *agent,
 KVF_NOEXCEPT;
 
 /**
+ * Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. The
+ * sender skips exactly what is skipped here; a receive of nothing is born complete. Never blocks.
+ *
+ * @param      agent     The agent.
+ * @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
+ * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
+ * @return As kvf_import_begin().
+ *
+ * # Safety
+ * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
+ * what they say, @p transfer be writable.
+ */
+kvf_status kvf_receive_begin(struct kvf_agent *agent,
+                             const struct kvf_receive_desc *desc,
+                             struct kvf_transfer **transfer)
+KVF_NOEXCEPT;
+
+/**
+ * Begins to write into slots that the destination opened. Mirrors Megatron-LM's
+ * `begin_push_blocks`. The destination's kvferry fetches the bytes, so that no process writes
+ * another one's memory. Never blocks.
+ *
+ * @param      agent     The agent.
+ * @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
+ * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
+ * @return As kvf_publish(); KVF_ERR_INVALID_ARGUMENT also for bytes that are no offer, for an
+ *         offer of another engine and for a group that the destination wants and that is not
+ *         pushed; KVF_ERR_OUT_OF_RANGE also for tokens that it wants and that are not pushed;
+ *         KVF_ERR_PEER_LOST. Nothing has changed then.
+ *
+ * # Safety
+ * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
+ * its pointers to what they say, @p transfer be writable.
+ */
+kvf_status kvf_push_begin(struct kvf_agent *agent,
+                          const struct kvf_push_desc *desc,
+                          struct kvf_transfer **transfer)
+KVF_NOEXCEPT;
+
+/**
  * The name of a status as it stands in the header, for logs; never NULL.
  *
  * Takes an integer, so that a number of a newer library is allowed: it gives
@@ -2484,6 +2909,525 @@ size_t kvf_last_error(char *buf, size_t cap) KVF_NOEXCEPT;
  */
 KVF_NODISCARD kvf_status kvf_testing_panic(void) KVF_NOEXCEPT;
 #endif
+
+#if defined(KVFERRY_FEATURE_TESTING)
+/**
+ * Arms a fault of this process: "NAME:kill" and "NAME:stop" send SIGKILL or SIGSTOP once when the
+ * named point is reached, "NAME:on" turns a named deviation on, "" disarms. The environment
+ * variable `KVF_FAULT` does the same from the start.
+ *
+ * @param[in] fault  NUL-terminated.
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for anything else.
+ *
+ * # Safety
+ * @p fault must be NULL or NUL-terminated.
+ */
+KVF_NODISCARD kvf_status kvf_testing_fault(const char *fault) KVF_NOEXCEPT;
+#endif
+
+/**
+ * Makes a transceiver for an engine's rank.
+ *
+ * @param      agent        An agent with an engine.
+ * @param      engine       Its engine.
+ * @param[in]  config       Start from KVF_TRANSCEIVER_CONFIG_INIT. Not kept.
+ * @param[out] transceiver  Receives the transceiver; end it with kvf_transceiver_destroy().
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_OUT_OF_RANGE for ranks, groups or callbacks
+ *         that contradict each other or, with KVF_CONSENSUS_VOTES, the engine; KVF_ERR_DUPLICATE:
+ *         the agent has a voting transceiver of this domain.
+ *
+ * # Safety
+ * @p agent and @p engine must be live, @p config point to `config->struct_size` readable bytes,
+ * `exchange` and `exchange_arg` be valid until the transceiver is destroyed and usable from the
+ * threads that make status calls, @p transceiver be writable.
+ */
+kvf_status kvf_transceiver_create(struct kvf_agent *agent,
+                                  const struct kvf_engine *engine,
+                                  const struct kvf_transceiver_config *config,
+                                  struct kvf_transceiver **transceiver)
+KVF_NOEXCEPT;
+
+/**
+ * Ends a transceiver: cancels what is in flight and detaches. Slots that are still in use stay in
+ * kvf_agent_quarantine(); call kvf_transceiver_shutdown() before to wait for them.
+ *
+ * @param transceiver  The transceiver, or NULL.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p transceiver must be live or NULL, and no other call on it may be running or follow.
+ */
+kvf_status kvf_transceiver_destroy(struct kvf_transceiver *transceiver) KVF_NOEXCEPT;
+
+/**
+ * Gives a descriptor that is readable exactly while a status call has a result to give.
+ *
+ * As kvf_agent_event_fd(): only poll it; it ends with the transceiver. On a follower rank
+ * (KVF_CONSENSUS_VOTES) decisions come by kvf_transceiver_apply() and not through it.
+ *
+ * @param      transceiver  The transceiver.
+ * @param[out] fd           Receives the descriptor.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p transceiver must be live, @p fd writable.
+ */
+kvf_status kvf_transceiver_event_fd(const struct kvf_transceiver *transceiver,
+                                    int *fd)
+KVF_NOEXCEPT;
+
+/**
+ * Ends the status calls that wait, or the next one that would: it returns KVF_INTERRUPTED with
+ * what it has. Never blocks.
+ *
+ * @param transceiver  The transceiver.
+ * @return KVF_OK.
+ *
+ * # Safety
+ * @p transceiver must be live.
+ */
+kvf_status kvf_transceiver_interrupt(const struct kvf_transceiver *transceiver) KVF_NOEXCEPT;
+
+/**
+ * Takes no new requests and waits until nothing on this rank touches memory any more. Results can
+ * be taken before, meanwhile (from other threads) and after. There is no way back.
+ *
+ * @param transceiver  The transceiver.
+ * @param timeout_ns   Longest wait, in ns; 0 = only look.
+ * @return KVF_OK, KVF_TIMED_OUT.
+ *
+ * # Safety
+ * @p transceiver must be live.
+ */
+kvf_status kvf_transceiver_drain(struct kvf_transceiver *transceiver,
+                                 uint64_t timeout_ns)
+KVF_NOEXCEPT;
+
+/**
+ * Takes no new requests, cancels what is in flight, ends all waits, and waits until nothing on
+ * this rank touches memory any more. Idempotent; results can still be taken.
+ *
+ * @param transceiver  The transceiver.
+ * @param timeout_ns   Longest wait, in ns; 0 = only look.
+ * @return KVF_OK; KVF_ERR_BUSY when requests still hold memory: how many is in kvf_last_error().
+ *
+ * # Safety
+ * @p transceiver must be live.
+ */
+kvf_status kvf_transceiver_shutdown(struct kvf_transceiver *transceiver,
+                                    uint64_t timeout_ns)
+KVF_NOEXCEPT;
+
+/**
+ * Offers a prefilled request's slots to whoever shows the ticket. Never blocks.
+ *
+ * In pull mode "send" publishes: the generation side reads. How it went is told by
+ * kvf_transceiver_check_context_transfer_status().
+ *
+ * @param      transceiver  The transceiver.
+ * @param[in]  request      Start from KVF_PUBLISH_DESC_INIT. Nothing of it is kept. `user_data`
+ *                          comes back in the request's results.
+ * @param[out] buf          Receives the ticket; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes. 0: fetch the ticket by
+ *                          kvf_transceiver_ticket().
+ * @param[out] needed       Receives the ticket's size; may be NULL.
+ * @return KVF_OK; KVF_ERR_DUPLICATE while the key is in use here; KVF_ERR_STATE when the domain
+ *         ended the request before it came; KVF_ERR_GROUP_LOST, KVF_ERR_SHUTDOWN; otherwise as
+ *         kvf_publish(). Nothing was offered then. KVF_ERR_OUT_OF_RANGE when @p buf is too small:
+ *         then the request is in flight, and kvf_transceiver_ticket() gives the ticket.
+ *
+ * # Safety
+ * @p transceiver must be live, @p request point to `request->struct_size` readable bytes and its
+ * arrays to as many elements as it says, @p buf to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_respond_and_send_async(struct kvf_transceiver *transceiver,
+                                                  const struct kvf_publish_desc *request,
+                                                  void *buf,
+                                                  size_t cap,
+                                                  size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the ticket of a context request that is in flight.
+ *
+ * @param      transceiver  The transceiver.
+ * @param      key          The request.
+ * @param[out] buf          Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_ticket(const struct kvf_transceiver *transceiver,
+                                  struct kvf_key key,
+                                  void *buf,
+                                  size_t cap,
+                                  size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Would send layer by layer while prefill computes.
+ *
+ * @param transceiver  The transceiver.
+ * @param request      Ignored for now.
+ * @return KVF_ERR_UNSUPPORTED: call kvf_transceiver_respond_and_send_async() after prefill.
+ *
+ * # Safety
+ * @p transceiver must be live.
+ */
+kvf_status kvf_transceiver_respond_and_send_layer_wise(struct kvf_transceiver *transceiver,
+                                                       const struct kvf_publish_desc *request)
+KVF_NOEXCEPT;
+
+/**
+ * Would ready context requests for which the generation side asked first.
+ *
+ * @param transceiver  The transceiver.
+ * @param keys         Ignored for now.
+ * @param num_keys     Ignored for now.
+ * @return KVF_ERR_UNSUPPORTED: schedule the context side first.
+ *
+ * # Safety
+ * @p transceiver must be live.
+ */
+kvf_status kvf_transceiver_prepare_context_requests(struct kvf_transceiver *transceiver,
+                                                    const struct kvf_key *keys,
+                                                    size_t num_keys)
+KVF_NOEXCEPT;
+
+/**
+ * Fetches what a ticket offers into a request's slots. Never blocks; how it went is told by
+ * kvf_transceiver_check_gen_transfer_status(). Push: offers the slots; kvf_transceiver_offer()
+ * gives the bytes that travel to the context side.
+ *
+ * @param     transceiver  The transceiver.
+ * @param[in] request      Start from KVF_RECEIVE_REQUEST_INIT. Nothing of it is kept.
+ * @return KVF_OK; KVF_ERR_DUPLICATE while the key is in use here; KVF_ERR_INVALID_ARGUMENT for a
+ *         ticket of another key; KVF_ERR_STATE when the domain ended the request before it came;
+ *         KVF_ERR_GROUP_LOST, KVF_ERR_SHUTDOWN; otherwise as kvf_import_begin(). Nothing has
+ *         changed then.
+ *
+ * # Safety
+ * @p transceiver and `request->peer` must be live, @p request point to `request->struct_size`
+ * readable bytes and its pointers to what they say.
+ */
+kvf_status kvf_transceiver_request_and_receive_async(struct kvf_transceiver *transceiver,
+                                                     const struct kvf_receive_request *request)
+KVF_NOEXCEPT;
+
+/**
+ * The same, and blocks the calling thread until the request has ended. kvf_transceiver_interrupt()
+ * does not end this wait; the request's deadline, a cancel from another thread and
+ * kvf_transceiver_shutdown() do.
+ *
+ * @param      transceiver  The transceiver.
+ * @param[in]  request      Start from KVF_RECEIVE_REQUEST_INIT. Nothing of it is kept.
+ * @param[out] result       Receives how it ended; may be NULL. With `memory_safe` 0 a later
+ *                          status call reports the safety.
+ * @param      elem_size    `sizeof(kvf_request_result)`.
+ * @return KVF_OK: all bytes are here; the request's cause when it ended otherwise (@p result is
+ *         written); otherwise as kvf_transceiver_request_and_receive_async(), and
+ *         KVF_ERR_UNSUPPORTED where ranks agree.
+ *
+ * # Safety
+ * As kvf_transceiver_request_and_receive_async(); @p result must be NULL or point to @p elem_size
+ * writable bytes.
+ */
+kvf_status kvf_transceiver_request_and_receive_sync(struct kvf_transceiver *transceiver,
+                                                    const struct kvf_receive_request *request,
+                                                    struct kvf_request_result *result,
+                                                    size_t elem_size)
+KVF_NOEXCEPT;
+
+/**
+ * Cancels a request on either side. Never blocks, idempotent. The request stays visible until its
+ * memory is quiet and is reported once, as whatever came first; where ranks agree, the cancel is
+ * a proposal. For a key that is not known yet the cancel waits for it, `cancel_memory_ns` long.
+ *
+ * @param transceiver  The transceiver.
+ * @param key          The request.
+ * @return KVF_OK: no memory of that key is in use; KVF_IN_PROGRESS: it may be, and a result will
+ *         say how the request ended and when its memory is safe.
+ *
+ * # Safety
+ * @p transceiver must be live.
+ */
+kvf_status kvf_transceiver_cancel(struct kvf_transceiver *transceiver,
+                                  struct kvf_key key)
+KVF_NOEXCEPT;
+
+/**
+ * Tells whether a request's memory may still be in use, on any rank where ranks agree.
+ *
+ * @param transceiver  The transceiver.
+ * @param key          The request.
+ * @return KVF_IN_PROGRESS: it may be; KVF_OK: it is not, or the key is unknown.
+ *
+ * # Safety
+ * @p transceiver must be live.
+ */
+kvf_status kvf_transceiver_has_inflight(const struct kvf_transceiver *transceiver,
+                                        struct kvf_key key)
+KVF_NOEXCEPT;
+
+/**
+ * Tells whether all receives have ended, are safe and were reported.
+ *
+ * @param transceiver  The transceiver.
+ * @return KVF_OK: they have; KVF_IN_PROGRESS.
+ *
+ * # Safety
+ * @p transceiver must be live.
+ */
+kvf_status kvf_transceiver_check_gen_transfer_complete(const struct kvf_transceiver *transceiver)
+KVF_NOEXCEPT;
+
+/**
+ * Tells what became of a request, while it is in flight and for the last `records` ended ones.
+ *
+ * @param         transceiver  The transceiver.
+ * @param         key          The request; the generation side's if both have it.
+ * @param[in,out] record       Start from KVF_REQUEST_RECORD_INIT; written up to
+ *                             `record->struct_size`.
+ * @return KVF_OK; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p record point to `record->struct_size` writable bytes.
+ */
+kvf_status kvf_transceiver_record(const struct kvf_transceiver *transceiver,
+                                  struct kvf_key key,
+                                  struct kvf_request_record *record)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the bytes that the publisher attached to a request (first tokens, draft tokens).
+ *
+ * @param      transceiver  The transceiver.
+ * @param      key          The request.
+ * @param[out] buf          Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_aux(const struct kvf_transceiver *transceiver,
+                               struct kvf_key key,
+                               void *buf,
+                               size_t cap,
+                               size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Gives what went wrong with a request, for people; empty if nothing did.
+ *
+ * @param      transceiver  The transceiver.
+ * @param      key          The request.
+ * @param[out] buf          Receives the text, cut to @p cap bytes with its NUL; may be NULL when
+ *                          @p cap is 0.
+ * @param      cap          Size of @p buf in bytes.
+ * @param[out] needed       Receives the whole size with the NUL; may be NULL.
+ * @return KVF_OK; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_error_text(const struct kvf_transceiver *transceiver,
+                                      struct kvf_key key,
+                                      char *buf,
+                                      size_t cap,
+                                      size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Push: sends a prefilled request's slots into what the generation side has offered. The key is
+ * the offer's. Never blocks; how it went is told by
+ * kvf_transceiver_check_context_transfer_status().
+ *
+ * An offer is one generation rank's, so a context rank feeds one generation rank; every context
+ * rank that holds a part of it pushes with the same bytes. Where a context rank must feed
+ * several, use KVF_DIRECTION_PULL.
+ *
+ * @param     transceiver  A transceiver made with KVF_DIRECTION_PUSH.
+ * @param[in] request      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept. `deadline_ns` 0 =
+ *                         the transceiver's `transfer_ns`.
+ * @return KVF_OK; KVF_ERR_STATE for a transceiver made for pull, and when the domain ended the
+ *         request before it came; KVF_ERR_DUPLICATE while the key is in use here;
+ *         KVF_ERR_GROUP_LOST, KVF_ERR_SHUTDOWN; otherwise as kvf_push_begin(). Nothing has changed
+ *         then.
+ *
+ * # Safety
+ * @p transceiver and `request->peer` must be live, @p request point to `request->struct_size`
+ * readable bytes and its pointers to what they say.
+ */
+kvf_status kvf_transceiver_push_async(struct kvf_transceiver *transceiver,
+                                      const struct kvf_push_desc *request)
+KVF_NOEXCEPT;
+
+/**
+ * Push: gives the offer of a receive that is in flight. It travels to the context side, which
+ * answers it by kvf_transceiver_push_async().
+ *
+ * @param      transceiver  The transceiver.
+ * @param      key          The request.
+ * @param[out] buf          Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_offer(const struct kvf_transceiver *transceiver,
+                                 struct kvf_key key,
+                                 void *buf,
+                                 size_t cap,
+                                 size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the records of the last ended requests as text: request, side, outcome, cause, times
+ * (queued, first byte, last byte, attested, decided, safe), bytes, GB/s, transport. Takes nothing
+ * away. Times are in ns since the request's call, `queued_ns` since the transceiver was made.
+ *
+ * @param      transceiver  The transceiver.
+ * @param      format       KVF_RECORDS_*.
+ * @param[out] buf          Receives the NUL-terminated text; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size with the NUL, also when @p buf is too small; may be
+ *                          NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_records_text(const struct kvf_transceiver *transceiver,
+                                        uint32_t format,
+                                        char *buf,
+                                        size_t cap,
+                                        size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Reports context requests that have ended, and memory that became safe.
+ *
+ * Waits until @p at_least requests have ended (failed and cancelled ones count), clamped to what
+ * is in flight, at most @p timeout_ns in all. With nothing in flight it returns at once, whatever
+ * is asked for, in some nanoseconds. It is woken by what it waits for and by
+ * kvf_transceiver_interrupt(); new requests never wait behind it.
+ *
+ * On a follower (KVF_CONSENSUS_VOTES) it never waits: decisions come by kvf_transceiver_apply().
+ * With KVF_CONSENSUS_COLLECTIVE it exchanges with the other ranks, which must all call it in the
+ * same iteration, and waits before that only if `wait_before_exchange` is set.
+ *
+ * @param      transceiver     The transceiver.
+ * @param      at_least        0 = only take what has ended; KVF_WAIT_ALL = all in flight.
+ * @param      timeout_ns      Longest wait, in ns, or KVF_TIMEOUT_CONFIGURED.
+ * @param[out] results         Receives up to @p cap results; NULL when @p cap is 0.
+ * @param      elem_size       `sizeof(kvf_request_result)`.
+ * @param      cap             Elements in @p results.
+ * @param[out] n               Receives how many were written.
+ * @param[out] more            Receives 1 if results are waiting for the next call; may be NULL.
+ * @param[out] decision        Leader (KVF_CONSENSUS_VOTES, rank 0): receives the bytes that give
+ *                             every follower the same results; otherwise NULL.
+ * @param      decision_cap    Its size: KVF_DECISION_HEAD_BYTES and KVF_DECISION_RESULT_BYTES for
+ *                             each of @p cap; with less there are fewer results per call.
+ * @param[out] decision_bytes  Receives how many bytes there are; 0 = nothing to broadcast. NULL
+ *                             where @p decision is.
+ * @return KVF_OK: as many as asked for, or all that were in flight; KVF_TIMED_OUT or
+ *         KVF_INTERRUPTED: fewer, the rest goes on; KVF_ERR_OUT_OF_RANGE: @p decision cannot hold
+ *         one result; KVF_ERR_GROUP_LOST, KVF_ERR_BUSY: the exchange failed, or another thread is
+ *         in it; nothing was committed.
+ *
+ * # Safety
+ * @p transceiver must be live, @p results point to @p cap elements of @p elem_size bytes, @p n be
+ * writable, @p more and @p decision_bytes be NULL or writable, @p decision point to @p
+ * decision_cap writable bytes.
+ */
+kvf_status kvf_transceiver_check_context_transfer_status(struct kvf_transceiver *transceiver,
+                                                         uint32_t at_least,
+                                                         uint64_t timeout_ns,
+                                                         struct kvf_request_result *results,
+                                                         size_t elem_size,
+                                                         size_t cap,
+                                                         size_t *n,
+                                                         uint32_t *more,
+                                                         void *decision,
+                                                         size_t decision_cap,
+                                                         size_t *decision_bytes)
+KVF_NOEXCEPT;
+
+/**
+ * Reports generation requests: as kvf_transceiver_check_context_transfer_status().
+ *
+ * @param      transceiver     The transceiver.
+ * @param      at_least        0 = only take what has ended; KVF_WAIT_ALL = all in flight.
+ * @param      timeout_ns      Longest wait, in ns, or KVF_TIMEOUT_CONFIGURED.
+ * @param[out] results         Receives up to @p cap results; NULL when @p cap is 0.
+ * @param      elem_size       `sizeof(kvf_request_result)`.
+ * @param      cap             Elements in @p results.
+ * @param[out] n               Receives how many were written.
+ * @param[out] more            Receives 1 if results are waiting for the next call; may be NULL.
+ * @param[out] decision        Leader: receives the bytes for the followers; otherwise NULL.
+ * @param      decision_cap    Its size.
+ * @param[out] decision_bytes  Receives how many bytes there are.
+ * @return As kvf_transceiver_check_context_transfer_status().
+ *
+ * # Safety
+ * As kvf_transceiver_check_context_transfer_status().
+ */
+kvf_status kvf_transceiver_check_gen_transfer_status(struct kvf_transceiver *transceiver,
+                                                     uint32_t at_least,
+                                                     uint64_t timeout_ns,
+                                                     struct kvf_request_result *results,
+                                                     size_t elem_size,
+                                                     size_t cap,
+                                                     size_t *n,
+                                                     uint32_t *more,
+                                                     void *decision,
+                                                     size_t decision_cap,
+                                                     size_t *decision_bytes)
+KVF_NOEXCEPT;
+
+/**
+ * Follower: takes a decision in and gives the results that the leader's status call gave. Never
+ * blocks. Bytes that were applied already, and the leader's own, give nothing.
+ *
+ * @param      transceiver   The transceiver.
+ * @param[in]  decision      The bytes that the leader's status call gave; NULL with 0 bytes
+ *                           fetches what did not fit into an earlier call's @p cap.
+ * @param      bytes         Their number.
+ * @param[out] results       Receives up to @p cap results; NULL when @p cap is 0.
+ * @param      elem_size     `sizeof(kvf_request_result)`.
+ * @param      cap           Elements in @p results.
+ * @param[out] n             Receives how many were written.
+ * @param[out] more          Receives 1 if results are left for the next call; may be NULL.
+ * @return KVF_OK; KVF_ERR_GROUP_LOST: decisions before this one never came here, nothing was
+ *         applied, the engine must stop this iteration; KVF_ERR_STATE: no votes here;
+ *         KVF_ERR_INVALID_ARGUMENT, KVF_ERR_ABI_MISMATCH: no decision of this domain.
+ *
+ * # Safety
+ * @p transceiver must be live, @p decision point to @p bytes readable bytes, @p results to @p cap
+ * elements of @p elem_size bytes, @p n be writable, @p more be NULL or writable.
+ */
+kvf_status kvf_transceiver_apply(struct kvf_transceiver *transceiver,
+                                 const void *decision,
+                                 size_t bytes,
+                                 struct kvf_request_result *results,
+                                 size_t elem_size,
+                                 size_t cap,
+                                 size_t *n,
+                                 uint32_t *more)
+KVF_NOEXCEPT;
 
 /**
  * Looks at a transfer without lock or system call; for scheduler loops.
@@ -2655,7 +3599,7 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
  *   kvf_x x = KVF_X_INIT; */
 #define KVF_AGENT_CONFIG_INIT \
     {sizeof(kvf_agent_config), KVF_ABI_VERSION, 0, NULL, NULL, NULL, 0, NULL, NULL, 0, 0, 0, 0, \
-     0, 0, 0, 0, NULL, NULL}
+     0, 0, 0, 0, NULL, NULL, 0}
 #define KVF_BYTES_INIT {NULL, 0}
 #define KVF_ENGINE_DESC_INIT \
     {sizeof(kvf_engine_desc), KVF_ABI_VERSION, 0, 0, 0, NULL, NULL, NULL, sizeof(kvf_bytes), 0}
@@ -2695,9 +3639,20 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
 #define KVF_RECEIVE_DESC_INIT \
     {sizeof(kvf_receive_desc), KVF_ABI_VERSION, 0, {0, 0, 0}, NULL, sizeof(kvf_import_group), \
      0, NULL, sizeof(kvf_import_state), 0, NULL, sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0}
+#define KVF_RECEIVE_REQUEST_INIT \
+    {sizeof(kvf_receive_request), KVF_ABI_VERSION, 0, {0, 0, 0}, NULL, NULL, 0, NULL, \
+     sizeof(kvf_import_group), 0, NULL, sizeof(kvf_import_state), 0, NULL, \
+     sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0, 0, 0}
+#define KVF_REQUEST_RECORD_INIT \
+    {sizeof(kvf_request_record), KVF_ABI_VERSION, 0, {0, 0, 0}, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
+     {0}, 0, 0, 0.0}
+#define KVF_REQUEST_RESULT_INIT {{0, 0, 0}, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define KVF_SECTION_DESC_INIT {NULL, 0, 0}
 #define KVF_SLOT_REF_INIT {0, 0}
 #define KVF_TENSOR_DESC_INIT {NULL, 0}
+#define KVF_TRANSCEIVER_CONFIG_INIT \
+    {sizeof(kvf_transceiver_config), KVF_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
+     NULL, NULL, 0, 0}
 #define KVF_TRANSFER_INFO_INIT \
     {sizeof(kvf_transfer_info), KVF_ABI_VERSION, 0, 0, 0, 0, 0, 0, {0, 0, 0}, 0, 0, 0, {0}}
 #define KVF_VIEW_DESC_INIT \

@@ -15,5 +15,6 @@ pub mod observe;
 pub mod plan;
 pub mod runtime;
 pub mod session;
+pub mod transceiver;
 pub mod transport;
 pub mod wire;

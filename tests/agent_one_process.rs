@@ -1,5 +1,5 @@
 //! Two agents in one process: publish, import, push, and everything that ends them.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 use std::time::Duration;
 
@@ -90,6 +90,7 @@ fn side(name: &str, timeouts: Timeouts) -> Side {
 }
 
 impl Side {
+    #[allow(clippy::mut_from_ref)] // raw memory that the agent owns
     fn bytes(&self) -> &mut [u8] {
         // SAFETY: the pool lives as long as the agent; the test does not touch it in parallel.
         unsafe { std::slice::from_raw_parts_mut(self.pool.0, self.pool.1 as usize) }

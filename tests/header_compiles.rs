@@ -25,12 +25,12 @@ fn program(header: &str) -> String {
 /// The form of macro that tests/header.rs writes, with every kind of field.
 const SAMPLE: &str = "
 #include <kvferry.h>
-typedef void (*kvf_log_fn)(uint32_t level);
-typedef struct kvf_pair { double a; uint32_t b[3]; } kvf_pair;
+typedef void (*kvf_sample_fn)(uint32_t level);
+typedef struct kvf_sample_pair { double a; uint32_t b[3]; } kvf_sample_pair;
 typedef struct kvf_sample {
   size_t struct_size; uint32_t abi_version; uint32_t workers;
-  const uint64_t *slots; uint64_t first; kvf_log_fn log; void (*done)(void);
-  kvf_pair pair; kvf_pair pairs[2]; kvf_status cause; uint32_t reserved;
+  const uint64_t *slots; uint64_t first; kvf_sample_fn log; void (*done)(void);
+  kvf_sample_pair pair; kvf_sample_pair pairs[2]; kvf_status cause; uint32_t reserved;
 } kvf_sample;
 #define KVF_SAMPLE_INIT \\
     {sizeof(kvf_sample), KVF_ABI_VERSION, 0, NULL, 0, NULL, NULL, {0.0, {0}}, \\

@@ -1,5 +1,7 @@
 //! The session machines, one rule at a time. `docs/protocol.md` has them as tables.
 
+#![allow(missing_docs, clippy::unwrap_used, clippy::panic)]
+
 use std::time::Duration;
 
 use kvferry::error::Status::{self, *};

@@ -91,9 +91,17 @@ case $case in
       "$work/both"
     done
     ;;
-  ctypes)
+  ctypes | python_pull)
     CARGO_TARGET_DIR="$BUILD/cargo-build" "$CARGO" build --locked --release \
       --manifest-path "$SOURCE/Cargo.toml"
+    if [ "$case" = python_pull ]; then
+      for way in shm unix tcp; do
+        KVFERRY_TRANSPORTS=$way python3 "$SOURCE/examples/python/pull.py" \
+          "$BUILD/cargo-build/release/libkvferry.so" | tee "$work/said"
+        grep -F " through $way, " "$work/said"
+      done
+      exit
+    fi
     python3 "$SOURCE/cpp_tests/package/version.py" "$BUILD/cargo-build/release/libkvferry.so" "$VERSION"
     readelf -d "$BUILD/cargo-build/release/libkvferry.so" | grep -F "libkvferry.so.${VERSION%.*}"
     ;;

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 extern char** environ;
@@ -41,8 +42,13 @@ class Child {
   ~Child() {
     kill(SIGKILL);
     reap();
-    close(to_);
+    close_input();
     close(from_);
+  }
+  // The end of its input; a program that lives on it ends by itself.
+  void close_input() {
+    if (to_ >= 0) close(to_);
+    to_ = -1;
   }
 
   pid_t pid() const { return pid_; }
@@ -82,6 +88,22 @@ class Child {
   }
   void kill(int signal) {
     if (pid_ > 0) ::kill(pid_, signal);
+  }
+  // Waits until it was stopped or has ended; what it is then.
+  enum class State { running, stopped, ended };
+  State halted(std::chrono::milliseconds limit) {
+    const auto deadline = std::chrono::steady_clock::now() + limit;
+    for (;;) {
+      int status = 0;
+      if (pid_ <= 0) return State::ended;
+      if (waitpid(pid_, &status, WUNTRACED | WNOHANG) == pid_) {
+        if (WIFSTOPPED(status)) return State::stopped;
+        pid_ = -1;
+        return State::ended;
+      }
+      if (std::chrono::steady_clock::now() > deadline) return State::running;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
   }
   // Waits for its end.
   void reap() {

@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use super::api::{
@@ -13,10 +13,12 @@ use super::api::{
 };
 use super::cells::{Cell, Observer};
 use super::control::Command;
+use super::count::saved_bytes;
 use super::metadata::incarnation;
 use super::notices::Finished;
 use super::peers::PeerShared;
 use super::reader::{NewImport, NewJob, run_inline};
+use super::serving::data_open;
 use super::shared::{Shared, State, remember};
 use super::slots::GroupSlots;
 use super::ticket::{decode_ticket, entry_of, key};
@@ -25,6 +27,8 @@ use crate::error::{Result, Status};
 use crate::ids::{Epoch, PublicationId};
 use crate::layout::{GroupKind, Layout};
 use crate::memory::Lease;
+use crate::observe::metrics::Operation;
+use crate::observe::{Times, fault};
 use crate::plan::{Binding, Pair, Request};
 use crate::session::End;
 use crate::transport::ReadJob;
@@ -42,22 +46,47 @@ pub(super) struct Wants {
 #[derive(Debug)]
 pub(super) struct ImportCell {
     pub cell: Cell,
-    pub parts: Vec<(u32, PartKind)>,
+    /// Group, kind, whether anything is wanted.
+    pub parts: Vec<(u32, PartKind, bool)>,
     /// Bytes of each part, over all sources that are bound.
     pub part_bytes: Mutex<Vec<u64>>,
     pub jobs: Mutex<Vec<Arc<ReadJob>>>,
-    pub submitted: AtomicU32,
+    /// Bytes that the jobs before [`Self::settle`] have moved.
+    pub settled: AtomicU64,
+    /// For each part: bytes of it were given to a data path.
+    pub submitted: Mutex<Vec<bool>>,
     pub transport: Mutex<&'static str>,
     pub aux: Mutex<Vec<u8>>,
     pub slots: Vec<GroupSlots>,
     pub pools: Vec<u32>,
-    pub started: std::time::Instant,
+    pub times: Arc<Times>,
     pub elapsed_ns: AtomicU64,
+    /// Import or receive, for the metrics.
+    pub kind: Operation,
+    /// From whom, and how many bytes, a prefix saved; not set if none.
+    pub saved: OnceLock<(String, u64)>,
 }
 
 impl ImportCell {
+    /// A job of these parts goes to a data path.
+    pub fn submit(&self, parts: &[usize], transport: &'static str) {
+        let mut submitted = super::lock(&self.submitted);
+        for part in parts {
+            submitted[*part] = true;
+        }
+        *super::lock(&self.transport) = transport;
+    }
+
+    /// Lets go of the jobs, and with them of the pools: nothing is copied any more.
+    pub fn settle(&self) {
+        let mut jobs = super::lock(&self.jobs);
+        for job in jobs.drain(..) {
+            self.settled.fetch_add(job.moved(), Ordering::Relaxed);
+        }
+    }
+
     pub fn ended_now(&self) {
-        let ns = self.started.elapsed().as_nanos().max(1) as u64;
+        let ns = self.times.elapsed().as_nanos().max(1) as u64;
         let _ = self
             .elapsed_ns
             .compare_exchange(0, ns, Ordering::Relaxed, Ordering::Relaxed);
@@ -65,18 +94,28 @@ impl ImportCell {
 
     /// Fills in what an import adds to its outcome.
     pub fn describe(&self, info: &mut TransferInfo) {
-        info.submitted = self.submitted.load(Ordering::Relaxed);
+        let submitted = super::lock(&self.submitted);
+        info.submitted = submitted.iter().filter(|s| **s).count() as u32;
+        drop(submitted);
         info.elapsed_ns = self.elapsed_ns.load(Ordering::Relaxed);
+        info.first_byte_ns = self.times.first_ns();
+        info.last_byte_ns = self.times.last_ns();
         info.transport = *super::lock(&self.transport);
         let bytes = super::lock(&self.part_bytes).clone();
         info.bytes_total = bytes.iter().sum();
         info.bytes = match info.outcome {
             Outcome::Done => info.bytes_total,
-            _ => super::lock(&self.jobs).iter().map(|j| j.moved()).sum(),
+            _ => {
+                let jobs = super::lock(&self.jobs);
+                let moved = jobs.iter().map(|j| j.moved()).sum::<u64>();
+                moved + self.settled.load(Ordering::Relaxed)
+            }
         };
-        let state = |bytes| match info.outcome {
+        // What a part moves is known once its sources are; that it moves nothing, before.
+        let state = |wanted: bool, bytes: u64| match info.outcome {
+            _ if !wanted => PartState::NotNeeded,
             Outcome::Pending => PartState::InProgress,
-            _ if bytes == 0 => PartState::NotNeeded,
+            Outcome::Done if bytes == 0 => PartState::NotNeeded,
             Outcome::Done => PartState::Done,
             _ => PartState::Failed,
         };
@@ -86,11 +125,11 @@ impl ImportCell {
         };
         let parts = self.parts.iter().zip(bytes);
         info.parts = parts
-            .map(|((group, kind), bytes)| PartInfo {
+            .map(|((group, kind, wanted), bytes)| PartInfo {
                 group: *group,
                 kind: *kind,
-                state: state(bytes),
-                cause: cause(state(bytes)),
+                state: state(*wanted, bytes),
+                cause: cause(state(*wanted, bytes)),
                 bytes,
             })
             .collect();
@@ -123,7 +162,7 @@ pub(super) fn import(
     let mut state = shared.lock();
     let own = state.engine()?;
     let pairs: Vec<Arc<Pair>> = peer
-        .plan
+        .inward()?
         .sources_of(own.index, ticket.dp_rank)?
         .cloned()
         .collect();
@@ -177,18 +216,29 @@ pub(super) fn import(
                 epoch: Epoch(0),
             },
             job: None,
+            parts: Vec::new(),
         };
         if let Some((bindings, entry)) = bound {
             job.id.epoch = Epoch(entry.epoch);
             add_part_bytes(&mut part_bytes, &bindings);
+            job.parts = parts_moved(pair, &wants, &bindings);
             let bindings = bindings.into_iter().map(|(_, b)| b).collect();
             job.job = Some(Arc::new(ReadJob::new(
                 bindings,
                 pool_map.clone(),
                 lease_of(entry),
+                data_open(&wants, key(ticket.key), entry.epoch),
             )));
         }
         jobs.push(job);
+    }
+    let saved = OnceLock::new();
+    match saved_bytes(&wants, &layout, &ticket) {
+        0 => {}
+        bytes => {
+            let peer = peer.routes.first().map(|route| route.name.clone());
+            let _ = saved.set((peer.unwrap_or_default(), bytes)); // new, so it was not set
+        }
     }
     let cell = Arc::new(ImportCell {
         cell: Cell::new(
@@ -199,16 +249,19 @@ pub(super) fn import(
             shared.events.clone(),
             observer,
         ),
-        parts,
         part_bytes: Mutex::new(part_bytes),
         jobs: Mutex::new(jobs.iter().filter_map(|j| j.job.clone()).collect()),
-        submitted: AtomicU32::new(0),
+        settled: AtomicU64::new(0),
+        submitted: Mutex::new(vec![false; parts.len()]),
+        parts,
         transport: Mutex::new(""),
         aux: Mutex::new(ticket.aux),
         slots,
         pools,
-        started: std::time::Instant::now(),
+        times: Arc::new(Times::begin()),
         elapsed_ns: AtomicU64::new(0),
+        kind: Operation::Import,
+        saved,
     });
     if wants_nothing(&wants) {
         end_empty(shared, &cell, &jobs);
@@ -233,7 +286,9 @@ pub(super) fn import(
 }
 
 pub(super) fn wants_nothing(wants: &Wants) -> bool {
-    wants.states.is_empty() && wants.groups.iter().all(|g| g.skip_token >= g.token_end)
+    wants.states.is_empty()
+        && wants.groups.iter().all(|g| g.skip_token >= g.token_end)
+        && !fault::deviates("submit_empty")
 }
 
 /// Ends an import inside its begin call if nothing has to be moved, or little and everything is
@@ -248,7 +303,7 @@ fn run_small(
     let mut bytes = 0;
     for new in jobs {
         let Some(job) = &new.job else { return false };
-        if job.bytes() == 0 {
+        if new.parts.is_empty() {
             continue;
         }
         bytes += job.bytes();
@@ -258,13 +313,15 @@ fn run_small(
         if bytes > path.inline_bytes() {
             return false;
         }
-        ready.push((path, job.clone()));
+        ready.push((path, job.clone(), &new.parts, new.pair.src));
     }
     let mut end = End::ok();
-    for (path, job) in ready {
-        cell.submitted.fetch_add(1, Ordering::Relaxed);
-        *super::lock(&cell.transport) = path.name();
-        end = run_inline(&*path, &job);
+    for (path, job, parts, src) in ready {
+        cell.submit(parts, path.name());
+        let (times, peer) = (&*cell.times, &peer.routes[src].name);
+        let queued = times.copying();
+        end = run_inline(&*path, &job, times);
+        shared.count_read(peer, &*path, &job, times, queued, &end);
         if !end.is_ok() {
             break;
         }
@@ -283,6 +340,8 @@ fn end_here(shared: &Arc<Shared>, cell: &Arc<ImportCell>, jobs: &[NewJob], end: 
     });
     let told: Vec<Finished> = told.collect();
     cell.ended_now();
+    shared.count_import(cell, &end);
+    cell.settle();
     let idle = {
         let mut state = shared.lock();
         state.slots.end_write(cell.cell.id, &cell.slots);
@@ -317,10 +376,30 @@ pub(super) fn groups_of(wants: &Wants) -> Vec<u32> {
     groups.chain(wants.states.iter().map(|s| s.group)).collect()
 }
 
-pub(super) fn parts_of(wants: &Wants) -> Vec<(u32, PartKind)> {
-    let groups = wants.groups.iter().map(|g| (g.group, PartKind::Paged));
-    let states = wants.states.iter().map(|s| (s.group, PartKind::State));
+/// Group, kind and whether anything is wanted of each part.
+pub(super) fn parts_of(wants: &Wants) -> Vec<(u32, PartKind, bool)> {
+    let groups = wants
+        .groups
+        .iter()
+        .map(|g| (g.group, PartKind::Paged, g.skip_token < g.token_end));
+    let states = wants
+        .states
+        .iter()
+        .map(|s| (s.group, PartKind::State, true));
     groups.chain(states).collect()
+}
+
+/// The parts that a source's bindings move bytes of; a part with nothing to move is not submitted.
+pub(super) fn parts_moved(pair: &Pair, wants: &Wants, bindings: &[(usize, Binding)]) -> Vec<usize> {
+    if fault::deviates("submit_empty") {
+        let groups = groups_of(wants).into_iter().enumerate();
+        return groups
+            .filter(|(_, group)| pair.moves(*group as usize))
+            .map(|(part, _)| part)
+            .collect();
+    }
+    let moving = bindings.iter().filter(|(_, binding)| binding.bytes() > 0);
+    moving.map(|(part, _)| *part).collect()
 }
 
 pub(super) fn add_part_bytes(part_bytes: &mut [u64], bindings: &[(usize, Binding)]) {
@@ -371,10 +450,9 @@ pub(super) fn check_wants(wants: &Wants, layout: &Layout, state: &State) -> Resu
         Ok(held.layers.is_empty())
     };
     for want in &wants.groups {
+        check_skip(want)?;
         if !check(want.group, true)? {
-            for slot in want.slots.iter().filter(|slot| **slot != -1) {
-                state.slots.check(want.group, i64::from(*slot))?;
-            }
+            state.slots.check_table(want.group, &want.slots)?;
         }
     }
     for want in &wants.states {
@@ -385,8 +463,7 @@ pub(super) fn check_wants(wants: &Wants, layout: &Layout, state: &State) -> Resu
     Ok(())
 }
 
-/// Replaces "all that were published" by the number, and lets a sliding window start where the
-/// published one does.
+/// Replaces "all that were published" by the number.
 pub(super) fn resolve_ends(wants: &mut Wants, ticket: &wire::Ticket) -> Result<()> {
     for want in &mut wants.groups {
         let published = ticket
@@ -407,7 +484,23 @@ pub(super) fn resolve_ends(wants: &mut Wants, ticket: &wire::Ticket) -> Result<(
         };
         if want.token_end == u64::MAX {
             want.token_end = published.token_end;
+            check_skip(want)?;
         }
+    }
+    Ok(())
+}
+
+/// Skipping all tokens is fine, skipping more is a mistake in somebody's table. Also where this
+/// rank has nothing to move: all ranks refuse alike.
+fn check_skip(want: &ImportGroup) -> Result<()> {
+    if want.skip_token > want.token_end {
+        bail!(
+            KVF_ERR_OUT_OF_RANGE,
+            "group {}: cannot skip {} of {} tokens",
+            want.group,
+            want.skip_token,
+            want.token_end
+        );
     }
     Ok(())
 }
@@ -422,20 +515,19 @@ pub(super) fn written_slots(wants: &Wants, layout: &Layout) -> Result<Vec<GroupS
         if group.layers.is_empty() {
             continue;
         }
+        // The entries whose blocks have a token of [skip_token, token_end).
         let per_block = u64::from(group.tokens_per_slot().max(1));
-        let first = group.ordinals.owned_below(want.first_ordinal);
-        let stride = u64::from(group.ordinals.stride.max(1));
-        let mut slots = Vec::with_capacity(want.slots.len());
-        for (i, slot) in want.slots.iter().enumerate() {
-            let ordinal = u64::from(group.ordinals.offset) + (first + i as u64) * stride;
-            let begin = ordinal.saturating_mul(per_block);
-            if *slot >= 0
-                && begin.saturating_add(per_block) > want.skip_token
-                && begin < want.token_end
-            {
-                slots.push(*slot as u32);
-            }
-        }
+        let before = group.ordinals.owned_below(want.first_ordinal);
+        let entry = |ordinal| {
+            let at = group.ordinals.owned_below(ordinal).saturating_sub(before);
+            usize::try_from(at).map_or(want.slots.len(), |at| at.min(want.slots.len()))
+        };
+        let written = match want.skip_token < want.token_end {
+            true => entry(want.skip_token / per_block)..entry(want.token_end.div_ceil(per_block)),
+            false => 0..0,
+        };
+        let held = want.slots[written].iter().filter(|slot| **slot >= 0);
+        let slots = held.map(|slot| *slot as u32).collect();
         all.push((want.group, slots));
     }
     for want in &wants.states {
@@ -489,12 +581,13 @@ pub(super) fn bind(
                 entry.rank
             );
         };
-        if want.skip_token < published.token_begin || want.token_end > published.token_end {
+        let first = pair.needed_from(want.group as usize, want.skip_token, want.token_end);
+        if first < published.token_begin || want.token_end > published.token_end {
             bail!(
                 KVF_ERR_OUT_OF_RANGE,
                 "group {}: tokens {}..{} are wanted, source rank {} published {}..{}",
                 want.group,
-                want.skip_token,
+                first,
                 want.token_end,
                 entry.rank,
                 published.token_begin,
@@ -513,10 +606,7 @@ pub(super) fn bind(
                 token_end: want.token_end,
             },
         );
-        bindings.push((
-            part,
-            binding.map_err(|e| e.context(format!("group {}", want.group)))?,
-        ));
+        bindings.push((part, binding?));
     }
     for (i, want) in wants.states.iter().enumerate() {
         if !pair.moves(want.group as usize) {
@@ -553,10 +643,7 @@ pub(super) fn bind(
             },
         );
         let part = wants.groups.len() + i;
-        bindings.push((
-            part,
-            binding.map_err(|e| e.context(format!("group {}", want.group)))?,
-        ));
+        bindings.push((part, binding?));
     }
     Ok(bindings)
 }

@@ -4,12 +4,13 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{mpsc, oneshot};
 
 use super::api::{Event, EventKind};
+use super::group::Groups;
 use super::link::{INBOX, Incoming, LinkId, Socket};
 use super::notices::Notices;
 use super::offers::Offers;
@@ -44,6 +45,7 @@ pub(super) enum Command {
     UnregisterPool(u32, Now, u64),
     /// Pools or the agent may have become idle.
     Idle,
+    Group(super::group::Order),
     Drain(Now, oneshot::Sender<bool>),
     Shutdown(oneshot::Sender<()>),
     /// A kvferry thread panicked.
@@ -61,6 +63,8 @@ pub(super) enum Timer {
     Greeting(LinkId),
     Pool(u32),
     Offer(u64),
+    /// A channel's alarm.
+    Group(u64),
     Drain,
 }
 
@@ -77,7 +81,9 @@ impl std::hash::Hash for Timer {
         match self {
             Self::Publication(id) | Self::Notice(id) => id.hash(state),
             Self::Awaiting(key) => key.hash(state),
-            Self::Import(id) | Self::Greeting(id) | Self::Offer(id) => id.hash(state),
+            Self::Import(id) | Self::Greeting(id) | Self::Offer(id) | Self::Group(id) => {
+                id.hash(state);
+            }
             Self::Remote(id) => id.hash(state),
             Self::Pool(id) => id.hash(state),
             Self::Drain => {}
@@ -135,6 +141,7 @@ pub(super) struct Control {
     pub imports: HashMap<u64, Import>,
     pub notices: Notices,
     pub offers: Offers,
+    pub groups: Groups,
     pub drains: Vec<(Now, oneshot::Sender<bool>)>,
     pub stopping: Option<oneshot::Sender<()>>,
 }
@@ -168,6 +175,7 @@ impl Control {
             imports: HashMap::new(),
             notices: Notices::default(),
             offers: Offers::default(),
+            groups: Groups::default(),
             drains: Vec::new(),
             stopping: None,
         };
@@ -231,6 +239,7 @@ impl Control {
                 Timer::Greeting(link) => self.greeting_late(link),
                 Timer::Pool(pool) => self.pool_late(pool),
                 Timer::Offer(id) => self.offer_over(id),
+                Timer::Group(channel) => self.group_alarm_due(channel),
                 Timer::Drain => self.check_drains(),
             }
         }
@@ -263,6 +272,7 @@ impl Control {
                 self.release_pools();
                 self.check_drains();
             }
+            Command::Group(order) => self.group(order),
             Command::Drain(deadline, done) => {
                 self.drains.push((deadline, done));
                 self.check_drains();
@@ -297,8 +307,11 @@ impl Control {
                 && entry.users == 0
                 && !entry.released
             {
-                // Readers in this process may be in the middle of a piece; it is short.
-                entry.pool.close();
+                // Readers of this process may be in the middle of a piece; then we hear of it.
+                let shared = self.shared.clone();
+                if !entry.pool.close(move || shared.send(Command::Idle)) {
+                    continue;
+                }
                 entry.released = true;
                 self.timers.set(Timer::Pool(*id), None);
                 self.shared
@@ -317,6 +330,7 @@ impl Control {
         {
             // The pool stays registered; the caller may ask again.
             entry.leaving = None;
+            entry.pool.reopen();
             self.shared
                 .events
                 .push(pool_event(pool, user_data, Status::KVF_ERR_DEADLINE));
@@ -353,6 +367,7 @@ impl Control {
             import.fail_for_good(&end);
         }
         self.publications.fail_all(&end);
+        super::group::fail_all(&self.shared, &end);
     }
 
     async fn stop(mut self) {
@@ -362,19 +377,19 @@ impl Control {
             self.import_event(id, crate::session::reader::Event::Shutdown);
         }
         self.say_goodbye();
-        // What was queued for the sockets goes out; the peers hear of everything.
-        let deadline = Instant::now() + Duration::from_millis(200);
-        for remote in self.remotes.into_values() {
-            remote.close();
-        }
-        while tokio::runtime::Handle::current()
-            .metrics()
-            .num_alive_tasks()
-            > 0
-            && Instant::now() < deadline
-        {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        // What was queued for the sockets goes out, so that the peers hear of everything; one that
+        // does not read is not waited for.
+        let links: Vec<_> = self
+            .remotes
+            .into_values()
+            .filter_map(Remote::close)
+            .collect();
+        let written = async {
+            for link in links {
+                let _ = link.await;
+            }
+        };
+        let _ = tokio::time::timeout(Duration::from_millis(200), written).await;
     }
 }
 

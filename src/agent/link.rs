@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 use crate::error::{Error, Result, Status};
 use crate::transport::shm::PeerProcess;
@@ -69,7 +69,8 @@ impl Socket {
 /// Something to send.
 enum Outgoing {
     Bytes(Vec<u8>, Vec<OwnedFd>),
-    Close,
+    /// Answered when everything before it has been written.
+    Close(oneshot::Sender<()>),
 }
 
 /// What a link's tasks tell the core.
@@ -85,8 +86,11 @@ pub(super) struct Link {
     pub process: Option<Arc<PeerProcess>>,
     pub unix: bool,
     out: mpsc::UnboundedSender<Outgoing>,
+    socket: Arc<Socket>,
     reader: tokio::task::AbortHandle,
     writer: tokio::task::AbortHandle,
+    /// Waits for the end of the process at the other end.
+    pub watcher: Option<tokio::task::AbortHandle>,
     finishing: bool,
 }
 
@@ -102,14 +106,16 @@ impl Link {
         let socket = Arc::new(socket);
         let (out, queue) = mpsc::unbounded_channel();
         let read = tokio::spawn(read(id, socket.clone(), inbox.clone()));
-        let write = tokio::spawn(write(id, socket, queue, inbox));
+        let write = tokio::spawn(write(id, socket.clone(), queue, inbox));
         Self {
             id,
             process,
             unix,
             out,
+            socket,
             reader: read.abort_handle(),
             writer: write.abort_handle(),
+            watcher: None,
             finishing: false,
         }
     }
@@ -128,15 +134,26 @@ impl Link {
         }
     }
 
-    /// Stops reading at once; what is queued is still written, then the connection closes.
-    pub fn finish(mut self) {
-        self.finishing = self.out.send(Outgoing::Close).is_ok();
+    /// Stops both tasks and gives the socket away.
+    pub fn into_fd(self) -> io::Result<OwnedFd> {
+        self.socket.fd().try_clone_to_owned()
+    }
+
+    /// Stops reading at once; what is queued is still written, then the connection closes. The
+    /// receiver is told when that is done.
+    pub fn finish(mut self) -> oneshot::Receiver<()> {
+        let (done, written) = oneshot::channel();
+        self.finishing = self.out.send(Outgoing::Close(done)).is_ok();
+        written
     }
 }
 
 impl Drop for Link {
     fn drop(&mut self) {
         self.reader.abort();
+        if let Some(watcher) = &self.watcher {
+            watcher.abort();
+        }
         if !self.finishing {
             self.writer.abort();
         }
@@ -206,7 +223,14 @@ async fn write(
     mut queue: mpsc::UnboundedReceiver<Outgoing>,
     inbox: mpsc::Sender<(LinkId, Incoming)>,
 ) {
-    while let Some(Outgoing::Bytes(bytes, mut fds)) = queue.recv().await {
+    while let Some(outgoing) = queue.recv().await {
+        let (bytes, mut fds) = match outgoing {
+            Outgoing::Bytes(bytes, fds) => (bytes, fds),
+            Outgoing::Close(done) => {
+                let _ = done.send(());
+                return;
+            }
+        };
         let mut sent = 0;
         while sent < bytes.len() {
             // Descriptors beyond one call's worth go with the next byte.
@@ -277,11 +301,16 @@ pub(super) async fn connect(
     Err(Error::new(status, reasons.join("; ")))
 }
 
-fn connect_unix(name: &[u8]) -> io::Result<UnixStream> {
+/// A connection to an agent's Unix socket.
+pub(super) fn connect_unix_std(name: &[u8]) -> io::Result<std::os::unix::net::UnixStream> {
     use std::os::linux::net::SocketAddrExt;
     let address = std::os::unix::net::SocketAddr::from_abstract_name(name)?;
     // Connecting to a Unix socket does not wait, unless its backlog is full.
-    let stream = std::os::unix::net::UnixStream::connect_addr(&address)?;
+    std::os::unix::net::UnixStream::connect_addr(&address)
+}
+
+fn connect_unix(name: &[u8]) -> io::Result<UnixStream> {
+    let stream = connect_unix_std(name)?;
     stream.set_nonblocking(true)?;
     UnixStream::from_std(stream)
 }

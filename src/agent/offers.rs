@@ -72,11 +72,14 @@ impl Control {
                 });
                 Ok(())
             }
-            _ => bail!(
-                KVF_ERR_EXPIRED,
-                "{}: offer {offer} has ended at the receiver",
-                key(ticket.key)
-            ),
+            _ => {
+                self.count_late(agent, crate::observe::metrics::Notice::Push);
+                bail!(
+                    KVF_ERR_EXPIRED,
+                    "{}: offer {offer} has ended at the receiver",
+                    key(ticket.key)
+                )
+            }
         }
     }
 
@@ -85,7 +88,7 @@ impl Control {
         &mut self,
         agent: Incarnation,
         dp: u32,
-    ) -> Result<(Vec<Arc<Route>>, Vec<(Incarnation, Arc<Pair>)>)> {
+    ) -> Result<Vec<(Arc<Route>, Arc<Pair>)>> {
         let own = self.shared.lock().engine()?;
         let Some(remote) = self.remotes.get(&agent) else {
             bail!(KVF_ERR_PEER_LOST, "the sender is gone");
@@ -100,16 +103,13 @@ impl Control {
                 plan
             }
         };
-        let (mut routes, mut pairs) = (Vec::new(), Vec::new());
+        let mut senders = Vec::new();
         for pair in plan.sources_of(own.index, dp)? {
             let route = self.remote(&engine, pair.src).route.clone();
-            pairs.push((route.incarnation, pair.clone()));
-            routes.push(route);
+            self.ask_memory(route.incarnation);
+            senders.push((route, pair.clone()));
         }
-        for (source, _) in &pairs {
-            self.ask_memory(*source);
-        }
-        Ok((routes, pairs))
+        Ok(senders)
     }
 
     /// Tells a receiver of a push, now and on each new link.

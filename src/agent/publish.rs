@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::api::{EventKind, PublishDesc};
 use super::cells::{Cell, Observer};
 use super::control::Command;
-use super::shared::{Shared, State, remember};
+use super::shared::{Shared, State};
 use super::slots::GroupSlots;
 use super::source::{NewPublication, PublicationCell};
 use super::ticket::encode_ticket;
@@ -16,6 +16,7 @@ use crate::bail;
 use crate::error::Result;
 use crate::ids::{Epoch, Incarnation, PublicationId};
 use crate::layout::{Group, GroupKind, Layout};
+use crate::observe::Times;
 use crate::wire;
 
 /// Longest aux data, in bytes.
@@ -115,13 +116,18 @@ pub(super) fn publish(
             observer,
         ),
         id,
+        lease,
+        entry: entry.clone(),
         ticket,
         claimed: AtomicU32::new(0),
         readers_done: AtomicU32::new(0),
         readers_expected: AtomicU32::new(0),
         bytes: AtomicU64::new(0),
+        times: Times::begin(),
     });
-    remember(&mut shared.lock().published, &cell);
+    shared.metrics.lease_granted();
+    let weak = Arc::downgrade(&cell);
+    shared.lock().published.insert(number, weak);
     shared.send(Command::Publish(Box::new(NewPublication {
         cell: cell.clone(),
         lease,

@@ -3,19 +3,26 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
-use super::begin::{ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_of, resolve_ends};
+use super::begin::{
+    ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_of, parts_moved, resolve_ends,
+};
 use super::control::{Command, Control, Timer};
+use super::count::saved_bytes;
 use super::notices::Finished;
 use super::peers::Route;
+use super::serving::data_open;
+use super::shared::Shared;
 use super::ticket::{decode_ticket, entry_of, key};
 use super::{lock, metadata};
 use crate::error::{Error, Status};
 use crate::ids::{Epoch, Incarnation, PublicationId};
 use crate::memory::Pool;
+use crate::observe::metrics::Notice;
+use crate::observe::{Times, fault};
 use crate::plan::Pair;
 use crate::session::reader::{self, Action, Event};
 use crate::session::{End, Now};
@@ -28,6 +35,8 @@ pub(super) struct NewJob {
     /// Epoch 0: the source has to be asked what it published.
     pub id: PublicationId,
     pub job: Option<Arc<ReadJob>>,
+    /// Parts of the import that the job moves bytes of.
+    pub parts: Vec<usize>,
 }
 
 /// An import on its way to the control thread.
@@ -136,7 +145,7 @@ impl Control {
                         import.new.cell.cell.make_safe(false);
                         let pools = import.new.cell.pools.clone();
                         // Our references to the pools go before "may be freed" can be said.
-                        lock(&import.new.cell.jobs).clear();
+                        import.new.cell.settle();
                         drop(import);
                         self.operation_ended(&pools);
                     }
@@ -159,6 +168,7 @@ impl Control {
         };
         let cell = &import.new.cell;
         cell.ended_now();
+        self.shared.count_import(cell, &end);
         self.shared.log.debug(format_args!(
             "import {id} of {} ended: {:?} {}",
             cell.cell.key, end.status, end.text
@@ -184,7 +194,7 @@ impl Control {
             key: Some(new.id.key.into()),
             epoch: new.id.epoch.0,
         };
-        if job.bytes() == 0 {
+        if new.parts.is_empty() {
             return self.import_event(id, Event::Stopped(at, End::ok()));
         }
         let path = match route.get() {
@@ -199,15 +209,19 @@ impl Control {
             }
         };
         let cell = &import.new.cell;
-        cell.submitted.fetch_add(1, Ordering::Relaxed);
-        *lock(&cell.transport) = path.name();
+        cell.submit(&new.parts, path.name());
         let priority = import.new.priority;
         self.send_to(new.id.source, Body::Claim(claim));
+        fault::point("claimed");
         let workers = self.shared.workers.count() as u64;
         let share = job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
+        job.shared_by(share);
         let run = Arc::new(Run {
             path,
             job,
+            route: route.clone(),
+            times: cell.times.clone(),
+            queued: OnceLock::new(),
             left: AtomicUsize::new(share),
             failed: Mutex::new(None),
         });
@@ -215,6 +229,7 @@ impl Control {
             let (run, shared) = (run.clone(), self.shared.clone());
             self.shared.workers.submit(priority, move || {
                 if let Some(end) = run.work() {
+                    run.count(&shared, &end);
                     // Before the message: whoever hears of the end may free the pools.
                     drop(run);
                     shared.send(Command::Stopped(id, at, end));
@@ -293,15 +308,19 @@ impl Control {
             key,
             epoch: Epoch(ended.epoch),
         };
-        self.notice_event(publication, crate::session::notice::Event::Ended);
+        let mut late = !self.notice_event(publication, crate::session::notice::Event::Ended);
         for (id, at) in self.jobs_from(agent) {
             let matches = self.imports.get(&id).is_some_and(|import| {
                 let job = &import.new.jobs[at].id;
                 job.key == key && (job.epoch == Epoch(ended.epoch) || job.epoch == Epoch(0))
             });
             if matches {
+                late = false;
                 self.import_event(id, Event::SourceLost(at, end.clone()));
             }
+        }
+        if late {
+            self.count_late(agent, Notice::Ended);
         }
     }
 
@@ -333,8 +352,11 @@ impl Control {
         match bind(&new.jobs[at].pair, &new.wants, entry) {
             Ok(bindings) => {
                 add_part_bytes(&mut lock(&new.cell.part_bytes), &bindings);
+                new.jobs[at].parts = parts_moved(&new.jobs[at].pair, &new.wants, &bindings);
                 let bindings = bindings.into_iter().map(|(_, b)| b).collect();
-                let job = Arc::new(ReadJob::new(bindings, new.pools.clone(), lease_of(entry)));
+                let request = data_open(&new.wants, new.cell.cell.key, entry.epoch);
+                let (pools, lease) = (new.pools.clone(), lease_of(entry));
+                let job = Arc::new(ReadJob::new(bindings, pools, lease, request));
                 lock(&new.cell.jobs).push(job.clone());
                 new.jobs[at].job = Some(job);
                 self.try_start(id, at);
@@ -385,27 +407,46 @@ impl Control {
             .get(&id)
             .is_some_and(|i| !i.new.jobs.is_empty());
         if !known {
-            let (routes, pairs) = self.inward_pairs(agent, ticket.dp_rank)?;
+            let senders = self.inward_pairs(agent, ticket.dp_rank)?;
+            let own = self.shared.lock().engine()?;
+            let layout = &own.info.ranks[own.index].layout;
+            let sender = senders.first().map(|(route, _)| route.name.clone());
             let Some(import) = self.imports.get_mut(&id) else {
                 return Ok(());
             };
-            check_prefix(import.new.wants.prefix_tag, ticket)?;
-            resolve_ends(&mut import.new.wants, ticket)?;
+            let fits = check_prefix(import.new.wants.prefix_tag, ticket)
+                .and_then(|()| resolve_ends(&mut import.new.wants, ticket));
             *lock(&import.new.cell.aux) = ticket.aux.clone();
-            import.new.jobs = pairs
-                .into_iter()
-                .map(|(source, pair)| NewJob {
+            let saved = saved_bytes(&import.new.wants, layout, ticket);
+            if saved > 0 {
+                // Once, here: jobs are known from now on.
+                let _ = import
+                    .new
+                    .cell
+                    .saved
+                    .set((sender.unwrap_or_default(), saved));
+            }
+            for (route, pair) in senders {
+                let id = PublicationId {
+                    source: route.incarnation,
+                    key: key(ticket.key),
+                    epoch: Epoch(0),
+                };
+                import.new.routes.push(route);
+                import.new.jobs.push(NewJob {
                     pair,
-                    id: PublicationId {
-                        source,
-                        key: key(ticket.key),
-                        epoch: Epoch(0),
-                    },
+                    id,
                     job: None,
-                })
-                .collect();
-            import.new.routes = routes;
+                    parts: Vec::new(),
+                });
+            }
             import.machine.expect(import.new.jobs.len());
+            if let Err(e) = fits {
+                // The sender hears of it; our side must not wait for a push that cannot come.
+                let end = End::new(e.status, e.text.clone());
+                self.import_event(id, Event::SourceLost(0, end));
+                return Err(e);
+            }
         }
         let Some(import) = self.imports.get(&id) else {
             return Ok(());
@@ -428,6 +469,10 @@ impl Control {
 struct Run {
     path: Arc<dyn DataPath>,
     job: Arc<ReadJob>,
+    route: Arc<Route>,
+    times: Arc<Times>,
+    /// When the first worker began, since the transfer did.
+    queued: OnceLock<Duration>,
     left: AtomicUsize,
     failed: Mutex<Option<Error>>,
 }
@@ -446,6 +491,7 @@ impl Run {
             }
         }
         let leave = Leave(self);
+        self.queued.get_or_init(|| self.times.copying());
         if let Err(e) = self.path.run(&self.job) {
             self.job.cancel();
             lock(&self.failed).get_or_insert(e);
@@ -454,13 +500,24 @@ impl Run {
         if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
             return None;
         }
+        self.times.copied();
         Some(finish(&*self.path, &self.job, lock(&self.failed).take()))
     }
 }
 
+impl Run {
+    /// Counts the job after its last worker has returned.
+    fn count(&self, shared: &Shared, end: &End) {
+        let queued = self.queued.get().copied().unwrap_or_default();
+        let (peer, path) = (&self.route.name, &*self.path);
+        shared.count_read(peer, path, &self.job, &self.times, queued, end);
+    }
+}
+
 /// Runs a whole job on the calling thread.
-pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob) -> End {
+pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob, times: &Times) -> End {
     let failed = path.run(job).err();
+    times.copied();
     finish(path, job, failed)
 }
 
@@ -475,7 +532,10 @@ fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>) -> End {
             format!("stopped after {} of {} bytes", job.moved(), job.bytes()),
         );
     }
-    match path.attest(job) {
+    fault::point("before_attest");
+    let attested = path.attest(job);
+    fault::point("after_attest");
+    match attested {
         Ok(true) => End::ok(),
         Ok(false) => End::new(
             Status::KVF_ERR_EXPIRED,

@@ -16,7 +16,8 @@ use super::control::{Command, Control, Timer};
 use super::link::{Incoming, Link, LinkId, Socket, connect, unix_name};
 use super::metadata::{EngineInfo, RankInfo, decode_engine, incarnation};
 use super::peers::{PeerShared, Route};
-use super::shared;
+use super::serving::{self, Door};
+use super::shared::{self, Shared};
 use crate::error::{Error, Result, Status};
 use crate::ids::{Incarnation, Key};
 use crate::memory::{LeaseView, Mapping};
@@ -24,8 +25,12 @@ use crate::session::{End, Now};
 use crate::transport::DataPath;
 use crate::transport::inproc::InprocPath;
 use crate::transport::shm::{PeerLeases, PeerPool, PeerProcess, ShmPath};
+use crate::transport::tcp::TcpPath;
 use crate::wire::{self, Body};
 use crate::{bail, err};
+
+/// How long the other side's link is waited for when both connected at once.
+const LINK_COMES: Duration = Duration::from_millis(300);
 
 /// A remote agent and our connection to it.
 pub(super) struct Remote {
@@ -80,10 +85,11 @@ impl Remote {
         }
     }
 
-    /// Closes the link after what is queued on it.
-    pub fn close(self) {
-        if let LinkState::Up(link) = self.state {
-            link.finish();
+    /// Closes the link after what is queued on it; the receiver ends when it is written.
+    pub fn close(self) -> Option<tokio::sync::oneshot::Receiver<()>> {
+        match self.state {
+            LinkState::Up(link) => Some(link.finish()),
+            _ => None,
         }
     }
 }
@@ -155,7 +161,7 @@ impl Control {
         }
     }
 
-    fn dial(&mut self, agent: Incarnation) {
+    pub fn dial(&mut self, agent: Incarnation) {
         let (now, timeout) = (self.now(), self.shared.config.timeouts.connect);
         let dialled = self.dialled.clone();
         let host = self.shared.host.clone();
@@ -224,10 +230,11 @@ impl Control {
         };
         let id = self.next_link;
         self.next_link += 1;
-        if let Some(process) = &process {
-            watch(id, process.clone(), self.died.clone());
+        let mut link = Link::start(id, socket, process.clone(), self.inbox.clone());
+        if let Some(process) = process {
+            link.watcher = watch(id, process, self.died.clone());
         }
-        Ok(Link::start(id, socket, process, self.inbox.clone()))
+        Ok(link)
     }
 
     /// An attempt failed. Nobody listening is as good as a death notice: the name or port is held
@@ -301,13 +308,28 @@ impl Control {
             return;
         };
         self.timers.set(Timer::Greeting(id), None);
-        let Incoming::Frame(Body::Hello(hello), _) = incoming else {
-            return; // gone, or not our protocol: nothing of it is looked at
+        let hello = match incoming {
+            Incoming::Frame(Body::Hello(hello), _) => hello,
+            Incoming::Frame(Body::DataHello(hello), _) => return self.data_hello(link, &hello),
+            _ => return, // gone, or not our protocol: nothing of it is looked at
         };
         if let Err(e) = self.hello(link, &hello) {
             self.shared
                 .log
                 .warn(format_args!("a hello of {} was refused: {e}", hello.name));
+        }
+    }
+
+    /// A reader's data connection: a thread of its own serves it.
+    fn data_hello(&mut self, link: Link, hello: &wire::DataHello) {
+        let admitted = link
+            .into_fd()
+            .map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "data connection", &e))
+            .and_then(|fd| serving::admit(&self.shared, fd, hello));
+        if let Err(e) = admitted {
+            self.shared
+                .log
+                .warn(format_args!("a data connection was refused: {e}"));
         }
     }
 
@@ -343,10 +365,17 @@ impl Control {
             Err(e) => return refuse(link, e),
         };
         let agent = incarnation(&hello.incarnation)?;
-        let engine = decode_engine(&hello.engine, &own.invariants).and_then(|engine| match engine
-            .index_of(agent)
-        {
-            Some(index) => Ok((Arc::new(engine), index)),
+        if let Some(e) = self.group_fence(agent) {
+            return refuse(link, e);
+        }
+        // A rank of our own engine sends the bytes that we have.
+        let engine = if hello.engine == own.metadata {
+            Ok(own.info.clone())
+        } else {
+            decode_engine(&hello.engine, &own.invariants).map(Arc::new)
+        };
+        let engine = engine.and_then(|engine| match engine.index_of(agent) {
+            Some(index) => Ok((engine, index)),
             None => bail!(KVF_ERR_PROTOCOL, "agent {agent:?} is no rank of its engine"),
         });
         let (engine, index) = match engine {
@@ -397,6 +426,7 @@ impl Control {
         }
         self.repeat_notices(agent);
         self.repeat_pushes(agent);
+        self.group_up(agent);
         self.route_changed(agent);
     }
 
@@ -429,12 +459,16 @@ impl Control {
     pub fn remote_due(&mut self, agent: Incarnation, late: Duration) {
         let now = self.now();
         let times = self.shared.config.timeouts;
+        if self.group_dying(agent) {
+            let end = End::new(Status::KVF_ERR_PEER_LOST, "the peer's process has ended");
+            return self.remote_lost(agent, end);
+        }
         let Some(remote) = self.remotes.get_mut(&agent) else {
             return;
         };
         match &remote.state {
             LinkState::Down(at) if now >= *at => {
-                if remote.wanted || self.notices.any_for(agent) {
+                if remote.wanted || self.notices.any_for(agent) || self.groups.needs(agent) {
                     return self.dial(agent);
                 }
                 let end = End::new(Status::KVF_ERR_PEER_LOST, "the connection is gone");
@@ -501,6 +535,8 @@ impl Control {
             }
             LinkState::Greeting(up, _) if up.id == link => {
                 remote.state = LinkState::Down(now);
+                // No proof of an end: the next attempt tells whether anybody listens.
+                let e = Error::new(Status::KVF_ERR_PEER_UNREACHABLE, e.text);
                 self.dial_failed(agent, e);
             }
             _ => {}
@@ -510,10 +546,14 @@ impl Control {
     /// The kernel says that the process behind a link has ended.
     pub fn process_died(&mut self, link: LinkId) {
         self.greetings.remove(&link);
-        if let Some(agent) = self.link_owner.get(&link).copied() {
-            let end = End::new(Status::KVF_ERR_PEER_LOST, "the peer's process has ended");
-            self.remote_lost(agent, end);
+        let Some(agent) = self.link_owner.get(&link).copied() else {
+            return;
+        };
+        if self.group_last_words(agent) {
+            return;
         }
+        let end = End::new(Status::KVF_ERR_PEER_LOST, "the peer's process has ended");
+        self.remote_lost(agent, end);
     }
 
     /// An agent is gone for good: its operations fail once, its memory is unmapped now.
@@ -535,8 +575,10 @@ impl Control {
             .set(Some(Err(Error::new(end.status, end.text.clone()))));
         self.sources_lost(agent, &end);
         self.readers_lost(agent, &end);
+        self.shared.data.drop_agent(agent);
         self.drop_notices(agent);
         self.drop_pushes_to(agent, &end);
+        self.group_lost(agent, &end);
         for peer in self.peers.values() {
             if peer
                 .needed
@@ -580,7 +622,12 @@ impl Control {
             Body::Refuse(r) => self.refused(agent, link, r),
             Body::MemoryRequest(_) => self.send_memory(agent),
             Body::Memory(m) => self.memory(agent, link, m, fds),
-            Body::Heartbeat(_) | Body::Hello(_) | Body::Group(_) => {}
+            Body::Heartbeat(_) | Body::Hello(_) => {}
+            Body::Group(m) => self.on_group(agent, m),
+            Body::DataHello(_) | Body::DataOpen(_) | Body::DataRead(_) | Body::DataClose(_) => {
+                let text = "a data message on a control link";
+                self.remote_lost(agent, End::new(Status::KVF_ERR_PROTOCOL, text));
+            }
             Body::Claim(m) => self.on_claim(agent, &m),
             Body::Published(m) => self.on_published(agent, &m),
             Body::Renew(m) => self.on_renew(agent, &m),
@@ -622,18 +669,35 @@ impl Control {
             .get(&agent)
             .is_some_and(|r| matches!(&r.state, LinkState::Greeting(link, _) if link.id == id));
         let status = super::metadata::status(refuse.status);
-        if !ours || status == Status::KVF_ERR_DUPLICATE {
-            // The other side's own link is on its way.
+        if !ours {
             return;
+        }
+        if status == Status::KVF_ERR_DUPLICATE {
+            // The other side's own link is on its way; this one's end says nothing.
+            self.link_owner.remove(&id);
+            let again = self.now() + LINK_COMES;
+            if let Some(remote) = self.remotes.get_mut(&agent) {
+                remote.state = LinkState::Down(again);
+            }
+            self.timers.set(Timer::Remote(agent), Some(again));
+            return;
+        }
+        if status == Status::KVF_ERR_STATE {
+            // It has no engine yet: ranks make theirs one after the other.
+            self.link_owner.remove(&id);
+            let e = Error::new(Status::KVF_ERR_PEER_UNREACHABLE, refuse.text);
+            return self.dial_failed(agent, e);
         }
         self.remote_lost(agent, End::new(status, format!("refused: {}", refuse.text)));
     }
 
     /// Our memory, for a reader.
     fn send_memory(&mut self, agent: Incarnation) {
-        let Some(link) = self.remotes.get(&agent).and_then(Remote::link) else {
+        let Some(remote) = self.remotes.get(&agent) else {
             return;
         };
+        let Some(link) = remote.link() else { return };
+        let token = self.shared.data.token(agent, &remote.engine, remote.index);
         let leases = &self.shared.leases;
         let mut fds: Vec<OwnedFd> = Vec::new();
         let mut pools = Vec::new();
@@ -659,6 +723,7 @@ impl Control {
             lease_bytes: leases.bytes(),
             lease_address: leases.address(),
             descriptors: fds.len() as u32,
+            token,
         };
         link.send_with(Body::Memory(memory), fds);
     }
@@ -674,12 +739,10 @@ impl Control {
         if remote.memory_asked != Some(id) {
             return;
         }
-        let same_process = info.process == self.shared.process;
-        let process = link.process.clone();
+        let (source, process) = (info.clone(), link.process.clone());
         let shared = self.shared.clone();
-        let allowed = allowed_transports(&shared.config.transports);
         self.shared.workers.submit(i32::MAX, move || {
-            let path = make_path(agent, same_process, process, &memory, fds, &allowed);
+            let path = make_path(&shared, &source, process, &memory, fds);
             shared.send(Command::Path(agent, id, path));
         });
     }
@@ -738,72 +801,89 @@ fn watch(
     link: LinkId,
     process: Arc<PeerProcess>,
     died: tokio::sync::mpsc::UnboundedSender<LinkId>,
-) {
-    let Ok(pidfd) = process.as_fd().try_clone_to_owned() else {
-        return; // the heartbeats will tell
-    };
-    tokio::spawn(async move {
+) -> Option<tokio::task::AbortHandle> {
+    // Without a descriptor the heartbeats will tell.
+    let pidfd = process.as_fd().try_clone_to_owned().ok()?;
+    let task = tokio::spawn(async move {
         if crate::runtime::readable(pidfd).await.is_ok() {
             let _ = died.send(link);
         }
     });
+    Some(task.abort_handle())
 }
 
-/// The configured transports, or those of `KVFERRY_TRANSPORTS`; empty = all.
-fn allowed_transports(configured: &[String]) -> Vec<String> {
-    if !configured.is_empty() {
-        return configured.to_vec();
-    }
-    std::env::var("KVFERRY_TRANSPORTS")
-        .map(|list| list.split(',').map(|t| t.trim().to_owned()).collect())
-        .unwrap_or_default()
+/// Whether the configuration (empty = all) and `KVFERRY_TRANSPORTS` (unset = all) allow it.
+fn allowed(configured: &[String], name: &str) -> bool {
+    let named = |list: &str| list.split(',').any(|t| t.trim() == name);
+    (configured.is_empty() || configured.iter().any(|t| t == name))
+        && std::env::var("KVFERRY_TRANSPORTS").map_or(true, |list| list.is_empty() || named(&list))
 }
 
 /// Chooses how to read an agent's memory and proves that it works.
 fn make_path(
-    agent: Incarnation,
-    same_process: bool,
+    shared: &Shared,
+    source: &RankInfo,
     process: Option<Arc<PeerProcess>>,
     memory: &wire::Memory,
     fds: Vec<OwnedFd>,
-    allowed: &[String],
 ) -> Result<Arc<dyn DataPath>> {
-    let may = |name: &str| allowed.is_empty() || allowed.iter().any(|a| a == name);
+    let may = |name: &str| allowed(&shared.config.transports, name);
     let nonce = incarnation(&memory.nonce)?.0;
     let mut reasons = Vec::new();
-    if !same_process {
-        reasons.push("inproc: another process".to_owned());
-    } else if !may("inproc") {
-        reasons.push("inproc: not allowed by the configuration".into());
+    if !may("inproc") {
+        reasons.push("inproc: not allowed by the configuration".to_owned());
+    } else if source.process != shared.process {
+        reasons.push("inproc: another process".into());
     } else {
-        match shared::find(agent) {
-            Some(source) => {
-                let pools = source
-                    .lock()
-                    .pools
-                    .iter()
-                    .map(|(id, e)| (*id, e.pool.clone()))
-                    .collect();
-                return Ok(Arc::new(InprocPath::new(
-                    pools,
-                    source.leases.clone(),
-                    nonce,
-                )?));
-            }
-            None => bail!(KVF_ERR_PEER_LOST, "the agent in this process has ended"),
-        }
+        let Some(other) = shared::find(source.incarnation) else {
+            bail!(KVF_ERR_PEER_LOST, "the agent in this process has ended");
+        };
+        let state = other.lock();
+        let pools = state.pools.iter().map(|(id, e)| (*id, e.pool.clone()));
+        let path = InprocPath::new(pools.collect(), other.leases.clone(), nonce)?;
+        return Ok(Arc::new(path));
     }
+    let same_host = process.is_some();
     match process {
         _ if !may("shm") => reasons.push("shm: not allowed by the configuration".into()),
         None => reasons.push("shm: another host, or no Unix socket to it".into()),
-        Some(process) => {
-            let path = shm_path(process, memory, fds, nonce)?;
-            return Ok(Arc::new(path));
+        Some(process) => match shm_path(process, memory, fds, nonce) {
+            Ok(path) => return Ok(Arc::new(path)),
+            Err(e) if e.status == Status::KVF_ERR_PEER_LOST => return Err(e),
+            Err(e) => reasons.push(format!("shm: {e}")),
+        },
+    }
+    let doors = [
+        (
+            "unix",
+            same_host.then(|| Door::Unix(unix_name(source.incarnation))),
+        ),
+        ("tcp", source.address.map(Door::Tcp)),
+    ];
+    for (name, door) in doors {
+        let Some(door) = door.filter(|_| may(name)) else {
+            reasons.push(format!(
+                "{name}: no such way, or not allowed by the configuration"
+            ));
+            continue;
+        };
+        let dial = serving::dialler(shared, source, door, memory.token.clone());
+        let pools = memory.pools.iter().map(|p| (p.id, p.bytes)).collect();
+        let reason = match reasons.as_slice() {
+            [] => "the first one allowed".to_owned(),
+            refused => format!("not {}", refused.join("; not ")),
+        };
+        let spin = shared.config.spin;
+        let path = TcpPath::new(name, reason, pools, spin, Box::new(dial));
+        match path.prove() {
+            Ok(()) => return Ok(Arc::new(path)),
+            Err(e) => reasons.push(format!("{name}: {e}")),
         }
     }
     bail!(
         KVF_ERR_UNSUPPORTED,
-        "no transport to agent {agent:?}: {}",
+        "no transport to agent {}: {}",
+        source.name,
         reasons.join("; ")
     )
 }
@@ -852,5 +932,13 @@ fn shm_path(
         capacity: u32::try_from(capacity).unwrap_or(u32::MAX),
         nonce,
     };
-    ShmPath::new(process, pools, leases)
+    let private = pools
+        .values()
+        .any(|p| matches!(p, PeerPool::Private { .. }));
+    let path = ShmPath::new(process, pools, leases)?;
+    if private {
+        // Where the kernel refuses it, another transport is chosen now and not a transfer failed.
+        path.prove_private()?;
+    }
+    Ok(path)
 }

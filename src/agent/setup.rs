@@ -22,7 +22,7 @@ const DEFAULT_WORKERS: u32 = 2;
 const MAX_WORKERS: u32 = 256;
 const DEFAULT_PUBLICATIONS: u32 = 65_536;
 const MAX_PUBLICATIONS: u32 = 1 << 24;
-const TRANSPORTS: [&str; 5] = ["inproc", "shm", "tcp", "ucx", "cuda_ipc"];
+const TRANSPORTS: [&str; 6] = ["inproc", "shm", "unix", "tcp", "ucx", "cuda_ipc"];
 
 pub(super) fn start(
     config: AgentConfig,
@@ -108,7 +108,7 @@ fn control(
 }
 
 /// Thread names are cut at 15 bytes by the kernel; the end tells the threads apart.
-fn thread_name(agent: &str) -> String {
+pub(super) fn thread_name(agent: &str) -> String {
     let short: String = agent
         .chars()
         .filter(|c| c.is_ascii_graphic())
@@ -141,6 +141,18 @@ fn check(config: &AgentConfig) -> Result<SocketAddr> {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
             "transport {unknown:?} is not known; known are {}",
+            TRANSPORTS.join(", ")
+        );
+    }
+    if let Ok(list) = std::env::var("KVFERRY_TRANSPORTS")
+        && let Some(unknown) = list
+            .split(',')
+            .map(str::trim)
+            .find(|t| !t.is_empty() && !TRANSPORTS.contains(t))
+    {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "the environment variable KVFERRY_TRANSPORTS names {unknown:?}; known are {}",
             TRANSPORTS.join(", ")
         );
     }

@@ -10,9 +10,11 @@ use tokio::sync::mpsc;
 use super::api::{AgentConfig, Event};
 use super::begin::ImportCell;
 use super::control::Command;
+use super::group::Board;
 use super::log::Log;
 use super::metadata::EngineInfo;
 use super::peers::Route;
+use super::serving::DataConnections;
 use super::slots::Slots;
 use super::source::PublicationCell;
 use crate::bail;
@@ -20,6 +22,7 @@ use crate::error::{Result, Status};
 use crate::ids::Incarnation;
 use crate::layout::{Invariants, Layout};
 use crate::memory::{LeaseTable, Pool};
+use crate::observe::metrics::Metrics;
 use crate::runtime::{EventQueue, Workers};
 use crate::session::{End, Now};
 
@@ -35,7 +38,10 @@ pub(super) struct Shared {
     pub leases: Arc<LeaseTable>,
     pub commands: mpsc::UnboundedSender<Command>,
     pub workers: Workers,
+    pub data: DataConnections,
+    pub groups: Mutex<Board>,
     pub log: Log,
+    pub metrics: Metrics,
     next_id: AtomicU64,
     next_pool: AtomicU32,
     /// New operations are refused (drain, shutdown, caught panic).
@@ -55,7 +61,7 @@ pub(super) struct State {
     /// Imports that were not ended inside their begin call, to find the unsafe ones.
     pub running: Vec<Weak<ImportCell>>,
     /// Publications that are not ended, to fail them if the control thread breaks.
-    pub published: Vec<Weak<PublicationCell>>,
+    pub published: BTreeMap<u64, Weak<PublicationCell>>,
     /// Publications that have not ended, transfers that are not safe.
     pub live: u64,
 }
@@ -75,7 +81,7 @@ pub(super) struct PoolEntry {
 
 /// The engine that this agent is a rank of.
 pub(super) struct OwnEngine {
-    pub info: EngineInfo,
+    pub info: Arc<EngineInfo>,
     pub metadata: Vec<u8>,
     pub invariants: Invariants,
     /// Our place in `info.ranks`.
@@ -94,6 +100,7 @@ impl Shared {
         workers: Workers,
         log: Log,
     ) -> Result<Self> {
+        let metrics = Metrics::new(&config.name)?;
         Ok(Self {
             config,
             incarnation,
@@ -105,7 +112,10 @@ impl Shared {
             leases,
             commands,
             workers,
+            data: DataConnections::default(),
+            groups: Mutex::default(),
             log,
+            metrics,
             next_id: AtomicU64::new(1),
             next_pool: AtomicU32::new(1),
             closed: AtomicBool::new(false),
@@ -145,9 +155,11 @@ impl Shared {
         for cell in state.running.iter().filter_map(Weak::upgrade) {
             cell.cell.end(end.clone());
         }
-        for cell in state.published.iter().filter_map(Weak::upgrade) {
+        for cell in state.published.values().filter_map(Weak::upgrade) {
             cell.cell.end(end.clone());
         }
+        drop(state);
+        super::group::fail_all(self, &end);
     }
 
     pub fn check_open(&self) -> Result<()> {

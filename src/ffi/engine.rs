@@ -94,9 +94,10 @@ abi_struct!(head kvf_engine_desc {
 /// @param[in]  desc    Start from KVF_ENGINE_DESC_INIT. Not kept.
 /// @param[out] engine  Receives the engine; end it with kvf_engine_destroy().
 /// @return KVF_OK; KVF_ERR_STATE before the layout or the second time; KVF_ERR_GROUP_LOST when
-///         `exchange` failed; KVF_ERR_INCOMPATIBLE when a part of the model is missing or the
-///         ranks contradict each other; KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata and
-///         when this agent's own is not among them; KVF_ERR_DUPLICATE for a rank given twice.
+///         `exchange` failed; KVF_ERR_INVALID_ARGUMENT when a part of the model is missing, with
+///         what is, for bytes that are no metadata, and when this agent's own is not among them;
+///         KVF_ERR_INCOMPATIBLE when the ranks contradict each other; KVF_ERR_DUPLICATE for a rank
+///         given twice.
 ///
 /// # Safety
 /// @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to

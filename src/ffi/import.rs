@@ -1,5 +1,5 @@
-//! Beginning of transfers: pull (one group), import (several parts, one outcome), receive and
-//! push.
+//! Beginning of transfers by the destination: pull (one group), import (several parts, one
+//! outcome).
 
 use std::ffi::c_void;
 use std::time::Duration;
@@ -10,12 +10,9 @@ use super::checks::{must_be_zero, no_stream, read_blob};
 use super::event::kvf_key;
 use super::handle::Object;
 use super::peer::kvf_peer;
-use super::publication::{
-    kvf_published_group, kvf_published_state, read_published_groups, read_published_states,
-};
 use super::structs::{Out, abi_struct, read, read_array, read_plain, view};
 use super::transfer::kvf_transfer;
-use crate::agent::{ImportDesc, ImportGroup, ImportState, PublishDesc, ReceiveDesc};
+use crate::agent::{ImportDesc, ImportGroup, ImportState, ReceiveDesc};
 use crate::bail;
 use crate::error::{Result, kvf_status};
 
@@ -26,7 +23,7 @@ pub const KVF_AS_OF_ANY: u64 = 0xffff_ffff_ffff_ffff;
 
 /// The destination reads (default).
 pub const KVF_DIRECTION_PULL: u32 = 0;
-/// The source writes. Not served yet.
+/// The source sends into slots that the destination opens. Not for transceivers yet.
 pub const KVF_DIRECTION_PUSH: u32 = 1;
 
 /// Blocks of one paged group to fill.
@@ -179,98 +176,6 @@ abi_struct!(head kvf_import_desc {
     struct_size, abi_version, direction, peer, ticket, ticket_bytes, groups, groups_elem_size,
     num_groups, states, states_elem_size, num_states, owned_only, owned_only_elem_size,
     num_owned_only, stream, deadline_ns, prefix_tag, user_data, priority, reserved, key,
-});
-
-/// Slots that the destination opens for a push.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct kvf_receive_desc {
-    /// `sizeof(kvf_receive_desc)`.
-    pub struct_size: usize,
-    /// KVF_ABI_VERSION.
-    pub abi_version: u32,
-    /// Larger is served first; 0 = normal.
-    pub priority: i32,
-    /// Request and attempt.
-    pub key: kvf_key,
-    /// Paged groups; NULL = none.
-    pub groups: *const kvf_import_group,
-    /// `sizeof(kvf_import_group)`.
-    pub groups_elem_size: usize,
-    /// Elements of `groups`.
-    pub num_groups: usize,
-    /// State slots; NULL = none.
-    pub states: *const kvf_import_state,
-    /// `sizeof(kvf_import_state)`.
-    pub states_elem_size: usize,
-    /// Elements of `states`.
-    pub num_states: usize,
-    /// Slots that the request owns and that are never written; NULL = none.
-    pub owned_only: *const kvf_slot_ref,
-    /// `sizeof(kvf_slot_ref)`.
-    pub owned_only_elem_size: usize,
-    /// Elements of `owned_only`.
-    pub num_owned_only: usize,
-    /// CUstream: earlier users of the slots are done when what is enqueued so far is done.
-    pub stream: *mut c_void,
-    /// From now, in ns; 0 = the agent's `transfer_ns`.
-    pub deadline_ns: u64,
-    /// Hash of the last skipped block; compared when both sides set it. 0 = none.
-    pub prefix_tag: u64,
-    /// Returned in the transfer's events.
-    pub user_data: u64,
-}
-abi_struct!(head kvf_receive_desc {
-    struct_size, abi_version, priority, key, groups, groups_elem_size, num_groups, states,
-    states_elem_size, num_states, owned_only, owned_only_elem_size, num_owned_only, stream,
-    deadline_ns, prefix_tag, user_data,
-});
-
-/// A push into slots that the destination opened.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct kvf_push_desc {
-    /// `sizeof(kvf_push_desc)`.
-    pub struct_size: usize,
-    /// KVF_ABI_VERSION.
-    pub abi_version: u32,
-    /// Larger is served first; 0 = normal.
-    pub priority: i32,
-    /// The engine that the offer comes from.
-    pub peer: *const kvf_peer,
-    /// The offer's bytes: kvf_transfer_offer() of the destination. Not kept.
-    pub offer: *const c_void,
-    /// Their number.
-    pub offer_bytes: usize,
-    /// Paged groups; NULL = none.
-    pub groups: *const kvf_published_group,
-    /// `sizeof(kvf_published_group)`.
-    pub groups_elem_size: usize,
-    /// Elements of `groups`.
-    pub num_groups: usize,
-    /// State slots; NULL = none.
-    pub states: *const kvf_published_state,
-    /// `sizeof(kvf_published_state)`.
-    pub states_elem_size: usize,
-    /// Elements of `states`.
-    pub num_states: usize,
-    /// CUstream: the slots are readable when what is enqueued so far is done.
-    pub stream: *mut c_void,
-    /// From now, in ns; 0 = the agent's `transfer_ns`.
-    pub deadline_ns: u64,
-    /// Bytes for the destination (first tokens, draft tokens); NULL = none.
-    pub aux: *const c_void,
-    /// Length of `aux`, at most 65536.
-    pub aux_bytes: usize,
-    /// Hash of the last block before the pushed ones; compared when both sides set it. 0 = none.
-    pub prefix_tag: u64,
-    /// Returned in the transfer's events.
-    pub user_data: u64,
-}
-abi_struct!(head kvf_push_desc {
-    struct_size, abi_version, priority, peer, offer, offer_bytes, groups, groups_elem_size,
-    num_groups, states, states_elem_size, num_states, stream, deadline_ns, aux, aux_bytes,
-    prefix_tag, user_data,
 });
 
 /// Begins to fetch one paged group of what a ticket offers: an import with one part.
@@ -429,121 +334,6 @@ pub unsafe extern "C" fn kvf_import_begin(
                 "desc.direction {unknown} is unknown"
             ),
         };
-        out.set_handle(kvf_transfer(Object::child(&agent, core)));
-        Ok(())
-    })
-}
-
-/// Opens slots for a push; kvf_transfer_offer() then gives the bytes that the sender needs. The
-/// sender skips exactly what is skipped here; a receive of nothing is born complete. Never blocks.
-///
-/// @param      agent     The agent.
-/// @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
-/// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
-///         changed then; KVF_ERR_UNSUPPORTED for a stream.
-///
-/// # Safety
-/// @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
-/// what they say, @p transfer be writable.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_receive_begin(
-    agent: *mut kvf_agent,
-    desc: *const kvf_receive_desc,
-    transfer: *mut *mut kvf_transfer,
-) -> kvf_status {
-    guard(|| {
-        // SAFETY: the caller's contract.
-        let agent = unsafe { view(agent, "agent") }?.0.enter("agent")?;
-        // SAFETY: the caller's contract.
-        let desc = unsafe { read(desc, "desc") }?;
-        // SAFETY: the caller's contract.
-        let out = unsafe { Out::new(transfer, "transfer") }?;
-        no_stream(desc.stream, "desc.stream")?;
-        // SAFETY: the caller's contract.
-        let receive = unsafe {
-            ReceiveDesc {
-                key: desc.key.read("desc.key")?,
-                groups: read_import_groups(desc.groups, desc.num_groups, desc.groups_elem_size)?,
-                states: read_import_states(desc.states, desc.num_states, desc.states_elem_size)?,
-                owned_only: read_owned_only(
-                    desc.owned_only,
-                    desc.num_owned_only,
-                    desc.owned_only_elem_size,
-                )?,
-                deadline: Duration::from_nanos(desc.deadline_ns),
-                priority: desc.priority,
-                prefix_tag: desc.prefix_tag,
-                user_data: desc.user_data,
-            }
-        };
-        let core = agent.core.receive_begin(receive, None)?;
-        out.set_handle(kvf_transfer(Object::child(&agent, core)));
-        Ok(())
-    })
-}
-
-/// Begins to write into slots that the destination opened. Mirrors Megatron-LM's
-/// `begin_push_blocks`. The destination's kvferry fetches the bytes, so that no process writes
-/// another one's memory. Never blocks.
-///
-/// @param      agent     The agent.
-/// @param[in]  desc      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept.
-/// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return KVF_OK; what does not fit the layout, the slots or the offer otherwise, and nothing has
-///         changed then; KVF_ERR_UNSUPPORTED for a stream.
-///
-/// # Safety
-/// @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
-/// its pointers to what they say, @p transfer be writable.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_push_begin(
-    agent: *mut kvf_agent,
-    desc: *const kvf_push_desc,
-    transfer: *mut *mut kvf_transfer,
-) -> kvf_status {
-    guard(|| {
-        // SAFETY: the caller's contract.
-        let agent = unsafe { view(agent, "agent") }?.0.enter("agent")?;
-        // SAFETY: the caller's contract.
-        let desc = unsafe { read(desc, "desc") }?;
-        // SAFETY: the caller's contract.
-        let out = unsafe { Out::new(transfer, "transfer") }?;
-        if desc.priority != 0 {
-            bail!(
-                KVF_ERR_UNSUPPORTED,
-                "desc.priority is {}: the destination's decides, a push has none yet",
-                desc.priority
-            );
-        }
-        no_stream(desc.stream, "desc.stream")?;
-        // SAFETY: the caller's contract.
-        let peer = unsafe { view(desc.peer, "desc.peer") }?.0.enter("peer")?;
-        peer.must_belong_to(&agent, "desc.peer")?;
-        // SAFETY: the caller's contract.
-        let (offer, push) = unsafe {
-            (
-                read_blob(desc.offer, desc.offer_bytes, "desc.offer")?,
-                PublishDesc {
-                    groups: read_published_groups(
-                        desc.groups,
-                        desc.num_groups,
-                        desc.groups_elem_size,
-                    )?,
-                    states: read_published_states(
-                        desc.states,
-                        desc.num_states,
-                        desc.states_elem_size,
-                    )?,
-                    aux: read_plain(desc.aux.cast::<u8>(), desc.aux_bytes, "desc.aux")?,
-                    prefix_tag: desc.prefix_tag,
-                    user_data: desc.user_data,
-                    ..PublishDesc::default()
-                },
-            )
-        };
-        let deadline = Duration::from_nanos(desc.deadline_ns);
-        let core = agent.core.push_begin(&peer, &offer, push, deadline, None)?;
         out.set_handle(kvf_transfer(Object::child(&agent, core)));
         Ok(())
     })

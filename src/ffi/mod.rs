@@ -24,10 +24,15 @@ mod peer;
 mod plan;
 mod pool;
 mod publication;
+mod push;
 mod status;
 #[allow(dead_code)] // a tool box: each object's file takes its part
 pub(crate) mod structs;
 mod testing;
+mod transceiver;
+mod transceiver_config;
+mod transceiver_push;
+mod transceiver_status;
 mod transfer;
 mod version;
 
@@ -42,8 +47,13 @@ pub use peer::*;
 pub use plan::*;
 pub use pool::*;
 pub use publication::*;
+pub use push::*;
 pub use status::*;
 #[cfg(feature = "testing")]
 pub use testing::*;
+pub use transceiver::*;
+pub use transceiver_config::*;
+pub use transceiver_push::*;
+pub use transceiver_status::*;
 pub use transfer::*;
 pub use version::*;

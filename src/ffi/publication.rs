@@ -394,7 +394,7 @@ pub unsafe extern "C" fn kvf_ticket_decline(
 impl kvf_publish_desc {
     /// # Safety
     /// As `kvf_publish`.
-    unsafe fn convert(&self) -> Result<PublishDesc> {
+    pub(crate) unsafe fn convert(&self) -> Result<PublishDesc> {
         must_be_zero(self.reserved, "desc.reserved")?;
         no_stream(self.stream, "desc.stream")?;
         // SAFETY: the caller's contract.

@@ -2,7 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
-use std::sync::{PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::check;
 use super::memfd::{PageSize, Sealed, system_page};
@@ -27,8 +27,41 @@ pub struct Pool {
     bytes: u64,
     page_bytes: u64,
     shared: Option<Sealed>,
-    /// True: nobody may begin to read it any more.
-    closed: RwLock<bool>,
+    gate: Mutex<Gate>,
+}
+
+/// Who reads the pool from this process right now (copies inside it, data connections).
+#[derive(Default)]
+struct Gate {
+    readers: u32,
+    closed: bool,
+    on_idle: Option<Box<dyn FnOnce() + Send>>,
+}
+
+impl std::fmt::Debug for Gate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Gate({} readers, closed {})", self.readers, self.closed)
+    }
+}
+
+/// Keeps a pool open for one piece.
+#[derive(Debug)]
+pub struct Entered<'a> {
+    pool: &'a Pool,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        let mut gate = self.pool.gate();
+        gate.readers -= 1;
+        if gate.readers == 0
+            && gate.closed
+            && let Some(on_idle) = gate.on_idle.take()
+        {
+            drop(gate);
+            on_idle();
+        }
+    }
 }
 
 // SAFETY: a Pool is an address range with an owner; the memory belongs to the process, not to a
@@ -58,7 +91,7 @@ impl Pool {
             bytes,
             page_bytes: pages.bytes(),
             shared: Some(sealed),
-            closed: RwLock::new(false),
+            gate: Mutex::default(),
         })
     }
 
@@ -97,20 +130,40 @@ impl Pool {
             bytes,
             page_bytes: if cfg!(miri) { 4096 } else { system_page() },
             shared: None,
-            closed: RwLock::new(false),
+            gate: Mutex::default(),
         })
     }
 
-    /// Keeps the pool from being closed while the guard lives; `None`: it is closed.
-    pub fn enter(&self) -> Option<RwLockReadGuard<'_, bool>> {
-        let guard = self.closed.read().unwrap_or_else(PoisonError::into_inner);
-        (!*guard).then_some(guard)
+    fn gate(&self) -> MutexGuard<'_, Gate> {
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes the pool: waits for guards (a copied piece each), and lets no new one in. Afterwards
-    /// no reader of this process touches the memory.
-    pub fn close(&self) {
-        *self.closed.write().unwrap_or_else(PoisonError::into_inner) = true;
+    /// Lets a reader of this process in for one piece; `None`: the pool is closed.
+    pub fn enter(&self) -> Option<Entered<'_>> {
+        let mut gate = self.gate();
+        if gate.closed {
+            return None;
+        }
+        gate.readers += 1;
+        Some(Entered { pool: self })
+    }
+
+    /// Lets no reader in any more. True: none is inside either, so no thread of this process
+    /// touches the memory; false: `on_idle` is called when the last one has left.
+    pub fn close(&self, on_idle: impl FnOnce() + Send + 'static) -> bool {
+        let mut gate = self.gate();
+        gate.closed = true;
+        if gate.readers > 0 {
+            gate.on_idle = Some(Box::new(on_idle));
+        }
+        gate.readers == 0
+    }
+
+    /// Takes [`Self::close`] back.
+    pub fn reopen(&self) {
+        let mut gate = self.gate();
+        gate.closed = false;
+        gate.on_idle = None;
     }
 
     /// The agent's id of the pool.

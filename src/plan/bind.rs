@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use super::lower::{Piece, Segment, Template, TemplateKind};
+use super::form::{Piece, Segment};
+use super::lower::{Template, TemplateKind};
 use super::meeting::Meeting;
 use super::table::{Table, Walk, check_ids};
 use super::{Pair, Pattern};
@@ -58,6 +59,27 @@ pub struct Cursor {
     taken: u64,
 }
 
+impl Cursor {
+    /// The position as numbers, for a peer that derives the same binding: piece, segment, bytes.
+    pub fn to_parts(self) -> (u64, u64, u64) {
+        (self.piece as u64, self.segment as u64, self.taken)
+    }
+
+    /// A position that a peer named. One that does not exist in a binding is its end.
+    pub fn from_parts(piece: u64, segment: u64, taken: u64) -> Self {
+        let number = |n: u64| {
+            usize::try_from(n)
+                .unwrap_or(usize::MAX >> 1)
+                .min(usize::MAX >> 1)
+        };
+        Self {
+            piece: number(piece),
+            segment: number(segment),
+            taken: taken.min(1 << 60),
+        }
+    }
+}
+
 impl Binding {
     /// Checks tables and token range against the pair's two layouts and binds them.
     ///
@@ -80,10 +102,20 @@ impl Binding {
             tail: None,
             bytes: 0,
         };
+        let place = || format!("group {}", request.group);
+        if template.kind != TemplateKind::State && request.skip_token > request.token_end {
+            // Also where this pair has nothing to move: all ranks refuse alike.
+            let (skip, end) = (request.skip_token, request.token_end);
+            bail!(
+                KVF_ERR_OUT_OF_RANGE,
+                "{}: cannot skip {skip} of {end} tokens",
+                place()
+            );
+        }
         if let Some(meeting) = &template.meeting {
             binding
                 .fill(template, meeting, &request)
-                .map_err(|e| e.context(format!("group {}", request.group)))?;
+                .map_err(|e| e.context(place()))?;
         }
         Ok(binding)
     }
@@ -91,6 +123,12 @@ impl Binding {
     /// Bytes that will be moved.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Strided patterns that the copies consist of, before any is split.
+    pub fn patterns(&self) -> u64 {
+        let per_piece = self.segments.len() + usize::from(self.tail.is_some());
+        (self.template().pieces.len() * per_piece) as u64
     }
 
     /// The pair whose template is bound.
@@ -143,14 +181,6 @@ impl Binding {
     /// Returns the tokens that this pair moves.
     fn fill_blocks(&mut self, m: &Meeting, r: &Request<'_>, window: u64) -> Result<u64> {
         let dst_block = m.tokens * m.dst.ratio;
-        if r.skip_token > r.token_end {
-            bail!(
-                KVF_ERR_OUT_OF_RANGE,
-                "cannot skip {} of {} tokens",
-                r.skip_token,
-                r.token_end
-            );
-        }
         if r.skip_token == r.token_end {
             return Ok(0);
         }
@@ -215,7 +245,7 @@ impl Binding {
         let mut sum = 0;
         while let Some(piece) = template.pieces.get(cursor.piece) {
             while cursor.segment < per_piece {
-                let Some(pattern) = self.pattern(meeting, piece, cursor.segment) else {
+                let Some(pattern) = self.pattern(template, meeting, piece, cursor.segment) else {
                     break;
                 };
                 let left = max_bytes - sum;
@@ -243,10 +273,10 @@ impl Binding {
         sum
     }
 
-    fn pattern(&self, m: &Meeting, piece: &Piece, segment: usize) -> Option<Pattern> {
+    fn pattern(&self, t: &Template, m: &Meeting, at: &Piece, segment: usize) -> Option<Pattern> {
         match self.segments.get(segment) {
-            Some(s) => Some(piece.pattern(m, s, m.tokens)),
-            None => self.tail.map(|(s, tokens)| piece.pattern(m, &s, tokens)),
+            Some(s) => Some(t.pattern(at, m, s, m.tokens)),
+            None => self.tail.map(|(s, tokens)| t.pattern(at, m, &s, tokens)),
         }
     }
 }

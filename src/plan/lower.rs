@@ -1,8 +1,9 @@
 //! From rectangles of layers and heads to strided pieces of memory, as few and as long as the
 //! two layouts allow.
 
+use super::form::{Axes, Form, Piece, Segment};
 use super::meeting::Meeting;
-use super::{Dim, MAX_DIMS, Pattern, Share};
+use super::{Dim, Pattern, Share};
 use crate::err;
 use crate::error::Result;
 use crate::layout::{Group, Layout, Tensor, View};
@@ -12,6 +13,7 @@ use crate::layout::{Group, Layout, Tensor, View};
 pub(super) struct Template {
     pub shares: Vec<Share>,
     pub pieces: Vec<Piece>,
+    pub forms: Vec<Form>,
     /// Which blocks both own; `None` = nothing to move.
     pub meeting: Option<Meeting>,
     pub kind: TemplateKind,
@@ -33,211 +35,19 @@ impl Template {
 
     /// Bytes of one token over all pieces.
     pub fn bytes_per_token(&self) -> u64 {
-        self.pieces.iter().map(Piece::bytes_per_token).sum()
+        let bytes = |p: &Piece| self.forms[p.form].axes().bytes_per_token();
+        self.pieces.iter().map(bytes).sum()
     }
 
     pub fn bytes_per_block(&self) -> u64 {
         let tokens = self.meeting.as_ref().map_or(0, |m| m.tokens * m.dst.ratio);
         self.bytes_per_token() * tokens
     }
-}
 
-/// Bytes on both sides that repeat over layers, tokens, heads and slots, in one pool each.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Piece {
-    src_pool: u32,
-    dst_pool: u32,
-    src: u64,
-    dst: u64,
-    bytes_per_head: u64,
-    layers: Dim,
-    /// Further pieces of the same form, equally spaced (values after keys). Only for equal blocks:
-    /// a pattern has no axis left for them otherwise.
-    planes: Dim,
-    heads: Dim,
-    /// Token to token; the count is the fine block's.
-    token: Dim,
-    /// Slot to slot.
-    slot: Dim,
-    /// One whole fine block, and one whole block of the coarser side, coalesced.
-    fine: Shape,
-    coarse: Shape,
-}
-
-/// A pool and a range of its bytes.
-type Reach = (u32, std::ops::Range<u64>);
-
-/// Coalesced axes.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Shape {
-    run: u64,
-    dims: [Dim; MAX_DIMS],
-    rank: u8,
-}
-
-/// Consecutive blocks on both sides. `ratio` fine blocks make a block of the coarser side.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Segment {
-    /// Slot of the coarser side (the destination if both are equal).
-    pub coarse: u32,
-    /// Slot of the other side.
-    pub fine: u32,
-    /// First fine block in the coarser side's block.
-    pub sub: u32,
-    /// Fine blocks in it, in consecutive slots of the finer side.
-    pub len: u32,
-    /// Repetitions over consecutive coarse slots; more than 1 only if `len` is the ratio.
-    pub count: u32,
-}
-
-impl Piece {
-    pub fn bytes_per_token(&self) -> u64 {
-        self.bytes_per_head * self.heads.count * self.layers.count * self.planes.count
+    /// The copy of a piece for a segment. `tokens` < a fine block's only for a single one.
+    pub fn pattern(&self, at: &Piece, meeting: &Meeting, seg: &Segment, tokens: u64) -> Pattern {
+        self.forms[at.form].pattern(at, meeting, seg, tokens)
     }
-
-    /// The copy of this piece for a segment. `tokens` < a fine block's only for a single one.
-    pub fn pattern(&self, meeting: &Meeting, seg: &Segment, tokens: u64) -> Pattern {
-        let src_is_coarse = meeting.src.ratio > 1;
-        let (src_slot, dst_slot) = if src_is_coarse {
-            (seg.coarse, seg.fine)
-        } else {
-            (seg.fine, seg.coarse)
-        };
-        let (mut src_offset, mut dst_offset) = (
-            self.src + u64::from(src_slot) * self.slot.src,
-            self.dst + u64::from(dst_slot) * self.slot.dst,
-        );
-        let into_block = u64::from(seg.sub) * meeting.tokens;
-        if src_is_coarse {
-            src_offset += into_block * self.token.src;
-        } else {
-            dst_offset += into_block * self.token.dst;
-        }
-        let whole_fine = tokens == meeting.tokens;
-        let shape = if seg.count == 1 && u64::from(seg.len) == meeting.ratio() && whole_fine {
-            self.coarse
-        } else if seg.count == 1 && seg.len == 1 && whole_fine {
-            self.fine
-        } else {
-            self.shape(meeting, tokens, u64::from(seg.len), u64::from(seg.count))
-        };
-        Pattern {
-            src_pool: self.src_pool,
-            dst_pool: self.dst_pool,
-            src_offset,
-            dst_offset,
-            run: shape.run,
-            dims: shape.dims,
-            rank: shape.rank,
-        }
-    }
-
-    /// Pool and first to last byte that any slots and tokens can lead to, on both sides.
-    pub fn reach(&self, meeting: &Meeting) -> (Reach, Reach) {
-        let mut extent = (self.bytes_per_head, self.bytes_per_head);
-        let (src, dst) = (meeting.src, meeting.dst);
-        for (dim, src_count, dst_count) in [
-            (self.layers, self.layers.count, self.layers.count),
-            (self.planes, self.planes.count, self.planes.count),
-            (self.heads, self.heads.count, self.heads.count),
-            (
-                self.token,
-                meeting.tokens * src.ratio,
-                meeting.tokens * dst.ratio,
-            ),
-            (self.slot, u64::from(src.slots), u64::from(dst.slots)),
-        ] {
-            extent.0 += src_count.saturating_sub(1) * dim.src;
-            extent.1 += dst_count.saturating_sub(1) * dim.dst;
-        }
-        (
-            (self.src_pool, self.src..self.src + extent.0),
-            (self.dst_pool, self.dst..self.dst + extent.1),
-        )
-    }
-
-    fn cache_shapes(&mut self, meeting: &Meeting) {
-        self.fine = self.shape(meeting, meeting.tokens, 1, 1);
-        self.coarse = self.shape(meeting, meeting.tokens, meeting.ratio(), 1);
-    }
-
-    fn shape(&self, meeting: &Meeting, tokens: u64, len: u64, count: u64) -> Shape {
-        let Dim { src, dst, .. } = self.slot;
-        let token = self.token;
-        let ratio = meeting.ratio();
-        // Over fine blocks one side steps through slots, the other through the tokens of a block.
-        // (Saturation cannot be seen: with so few slots `count` is 1 and the axis is dropped.)
-        let (blocks, fines) = if ratio == 1 {
-            (Dim { count, src, dst }, self.planes)
-        } else if meeting.src.ratio > 1 {
-            let fine = meeting.tokens * token.src;
-            (
-                Dim {
-                    count,
-                    src,
-                    dst: dst.saturating_mul(ratio),
-                },
-                Dim {
-                    count: len,
-                    src: fine,
-                    dst,
-                },
-            )
-        } else {
-            let fine = meeting.tokens * token.dst;
-            (
-                Dim {
-                    count,
-                    src: src.saturating_mul(ratio),
-                    dst,
-                },
-                Dim {
-                    count: len,
-                    src,
-                    dst: fine,
-                },
-            )
-        };
-        let token = Dim {
-            count: tokens,
-            ..token
-        };
-        coalesce(
-            self.bytes_per_head,
-            [blocks, fines, self.layers, token, self.heads],
-        )
-    }
-}
-
-/// Orders the axes by destination address and joins what is contiguous, or equally spaced, on
-/// both sides.
-fn coalesce(run: u64, mut axes: [Dim; MAX_DIMS]) -> Shape {
-    axes.sort_unstable_by_key(|d| (d.dst, d.src));
-    let mut shape = Shape {
-        run,
-        ..Shape::default()
-    };
-    let mut kept = [Dim::default(); MAX_DIMS]; // innermost first
-    let mut n = 0;
-    for axis in axes.into_iter().filter(|d| d.count > 1) {
-        if n == 0 && axis.src == shape.run && axis.dst == shape.run {
-            shape.run *= axis.count;
-            continue;
-        }
-        if let Some(inner) = kept[..n].last_mut()
-            && axis.src == inner.count * inner.src
-            && axis.dst == inner.count * inner.dst
-        {
-            inner.count *= axis.count;
-            continue;
-        }
-        kept[n] = axis;
-        n += 1;
-    }
-    kept[..n].reverse();
-    shape.dims = kept;
-    shape.rank = n as u8;
-    shape
 }
 
 /// All groups of a pair.
@@ -265,6 +75,7 @@ pub(super) fn template(src: &Group, dst: &Group, mut shares: Vec<Share>) -> Resu
     let mut template = Template {
         shares: Vec::new(),
         pieces: Vec::new(),
+        forms: Vec::new(),
         meeting: None,
         kind,
     };
@@ -272,6 +83,7 @@ pub(super) fn template(src: &Group, dst: &Group, mut shares: Vec<Share>) -> Resu
         return Ok(template);
     }
     let meeting = Meeting::new(src, dst)?;
+    let mut draft = Draft::default();
     shares.sort_by_key(|s| (s.role, s.dst_head));
     let mut rest = shares.as_slice();
     while let Some((first, more)) = rest.split_first() {
@@ -296,140 +108,147 @@ pub(super) fn template(src: &Group, dst: &Group, mut shares: Vec<Share>) -> Resu
             heads += next.heads.end - next.heads.start;
             joined += 1;
         }
-        pieces(&meeting, (from, to), first, heads, &mut template.pieces)?;
+        draft.pieces(&meeting, (from, to), first, heads)?;
         rest = &more[joined..];
     }
     if meeting.ratio() == 1 {
-        join_planes(&meeting, &mut template.pieces);
+        draft = draft.join_planes();
     }
+    template.forms = draft
+        .axes
+        .into_iter()
+        .map(|a| Form::new(a, &meeting))
+        .collect();
+    template.pieces = draft.pieces;
     template.shares = shares;
     template.meeting = Some(meeting);
     Ok(template)
 }
 
-/// Joins pieces that differ only in their place and are equally spaced on both sides: keys and
-/// values of one buffer, sections of one width.
-fn join_planes(meeting: &Meeting, pieces: &mut Vec<Piece>) {
-    pieces.sort_by_key(|p| (p.src_pool, p.dst_pool, p.src, p.dst));
-    let mut joined: Vec<Piece> = Vec::with_capacity(pieces.len());
-    for piece in pieces.drain(..) {
-        if let Some(last) = joined.last_mut() {
-            let alike = Piece {
-                src: last.src,
-                dst: last.dst,
-                planes: last.planes,
-                ..piece.clone()
+/// Pieces whose forms are not coalesced yet.
+#[derive(Default)]
+struct Draft {
+    pieces: Vec<Piece>,
+    /// Each once.
+    axes: Vec<Axes>,
+}
+
+impl Draft {
+    fn form(&mut self, axes: Axes) -> usize {
+        match self.axes.iter().position(|a| *a == axes) {
+            Some(known) => known,
+            None => {
+                self.axes.push(axes);
+                self.axes.len() - 1
+            }
+        }
+    }
+
+    /// Joins pieces of one form that are equally spaced on both sides: keys and values of one
+    /// buffer, sections of one width.
+    fn join_planes(mut self) -> Self {
+        let place = |p: &Piece| (p.src_pool, p.dst_pool, p.form);
+        self.pieces
+            .sort_unstable_by_key(|p| (p.src_pool, p.dst_pool, p.form, p.src));
+        let step = |a: &Piece, b: &Piece| {
+            let ahead = place(a) == place(b) && b.src > a.src && b.dst > a.dst;
+            ahead.then(|| (b.src - a.src, b.dst - a.dst))
+        };
+        let mut joined = Self::default();
+        let mut rest = self.pieces.as_slice();
+        while let Some(first) = rest.first() {
+            let mut planes = Dim {
+                count: 1,
+                src: 0,
+                dst: 0,
             };
-            let count = last.planes.count;
-            let step = match count {
-                1 => (
-                    piece.src.checked_sub(last.src),
-                    piece.dst.checked_sub(last.dst),
-                ),
-                _ => (Some(last.planes.src), Some(last.planes.dst)),
-            };
-            if let (Some(src), Some(dst)) = step
-                && src > 0
-                && dst > 0
-                && (piece.src, piece.dst) == (last.src + count * src, last.dst + count * dst)
-                && alike == *last
-            {
-                last.planes = Dim {
-                    count: count + 1,
+            if let Some((src, dst)) = rest.get(1).and_then(|next| step(first, next)) {
+                let even = rest
+                    .windows(2)
+                    .take_while(|w| step(&w[0], &w[1]) == Some((src, dst)));
+                planes = Dim {
+                    count: even.count() as u64 + 1,
                     src,
                     dst,
                 };
-                continue;
             }
+            let form = joined.form(Axes {
+                planes,
+                ..self.axes[first.form]
+            });
+            joined.pieces.push(Piece { form, ..*first });
+            rest = &rest[planes.count as usize..];
         }
-        joined.push(piece);
+        joined
     }
-    for piece in joined.iter_mut().filter(|p| p.planes.count > 1) {
-        piece.cache_shapes(meeting);
-    }
-    *pieces = joined;
-}
 
-/// The pieces of one range of heads: one for all layers that are equally spaced on both sides.
-fn pieces(
-    meeting: &Meeting,
-    (from, to): (&View, &View),
-    share: &Share,
-    heads: u64,
-    out: &mut Vec<Piece>,
-) -> Result<()> {
-    let base = |view: &View, local: u32| -> Result<Tensor> {
-        view.layer_base(local as usize).ok_or_else(|| {
-            err!(
-                KVF_ERR_INTERNAL,
-                "view {} has no tensor for local layer {local}",
-                view.role
-            )
-        })
-    };
-    let bases = share
-        .layers
-        .iter()
-        .map(|l| Ok((base(from, l.src)?, base(to, l.dst)?)))
-        .collect::<Result<Vec<_>>>()?;
-    let step = |a: &(Tensor, Tensor), b: &(Tensor, Tensor)| -> Option<(u64, u64)> {
-        if a.0.pool != b.0.pool || a.1.pool != b.1.pool {
-            return None;
-        }
-        let src = b.0.offset.checked_sub(a.0.offset)?;
-        let dst = b.1.offset.checked_sub(a.1.offset)?;
-        (src > 0 && dst > 0).then_some((src, dst))
-    };
-    let mut at = 0;
-    while let Some((s, d)) = bases.get(at) {
-        let mut layers = Dim {
-            count: 1,
-            src: 0,
-            dst: 0,
+    /// The pieces of one range of heads: one for all layers that are equally spaced on both sides.
+    fn pieces(
+        &mut self,
+        meeting: &Meeting,
+        (from, to): (&View, &View),
+        share: &Share,
+        heads: u64,
+    ) -> Result<()> {
+        let base = |view: &View, local: u32| -> Result<Tensor> {
+            view.layer_base(local as usize).ok_or_else(|| {
+                err!(
+                    KVF_ERR_INTERNAL,
+                    "view {} has no tensor for local layer {local}",
+                    view.role
+                )
+            })
         };
-        let first = bases.get(at + 1).and_then(|next| step(&bases[at], next));
-        if let Some((src, dst)) = first {
-            let even = bases[at..]
-                .windows(2)
-                .take_while(|w| step(&w[0], &w[1]) == first);
-            layers = Dim {
-                count: even.count() as u64 + 1,
-                src,
-                dst,
+        let bases = share
+            .layers
+            .iter()
+            .map(|l| Ok((base(from, l.src)?, base(to, l.dst)?)))
+            .collect::<Result<Vec<_>>>()?;
+        let step = |a: &(Tensor, Tensor), b: &(Tensor, Tensor)| -> Option<(u64, u64)> {
+            if a.0.pool != b.0.pool || a.1.pool != b.1.pool {
+                return None;
+            }
+            let src = b.0.offset.checked_sub(a.0.offset)?;
+            let dst = b.1.offset.checked_sub(a.1.offset)?;
+            (src > 0 && dst > 0).then_some((src, dst))
+        };
+        let mut at = 0;
+        while let Some((s, d)) = bases.get(at) {
+            let mut layers = Dim {
+                count: 1,
+                src: 0,
+                dst: 0,
             };
+            let first = bases.get(at + 1).and_then(|next| step(&bases[at], next));
+            if let Some((src, dst)) = first {
+                let even = bases[at..]
+                    .windows(2)
+                    .take_while(|w| step(&w[0], &w[1]) == first);
+                layers = Dim {
+                    count: even.count() as u64 + 1,
+                    src,
+                    dst,
+                };
+            }
+            at += layers.count as usize;
+            let (src, dst) = (from.strides, to.strides);
+            let dim = |count, src, dst| Dim { count, src, dst };
+            let form = self.form(Axes {
+                bytes_per_head: from.bytes_per_head,
+                layers,
+                planes: dim(1, 0, 0),
+                heads: dim(heads, src.head, dst.head),
+                token: dim(meeting.tokens, src.token, dst.token),
+                slot: dim(1, src.slot, dst.slot),
+            });
+            self.pieces.push(Piece {
+                src_pool: s.pool,
+                dst_pool: d.pool,
+                src: s.offset + share.src_head * src.head,
+                dst: d.offset + share.dst_head * dst.head,
+                form,
+            });
         }
-        at += layers.count as usize;
-        let mut piece = Piece {
-            src_pool: s.pool,
-            dst_pool: d.pool,
-            src: s.offset + share.src_head * from.strides.head,
-            dst: d.offset + share.dst_head * to.strides.head,
-            bytes_per_head: from.bytes_per_head,
-            layers,
-            planes: Dim {
-                count: 1,
-                ..Dim::default()
-            },
-            heads: Dim {
-                count: heads,
-                src: from.strides.head,
-                dst: to.strides.head,
-            },
-            token: Dim {
-                count: meeting.tokens,
-                src: from.strides.token,
-                dst: to.strides.token,
-            },
-            slot: Dim {
-                count: 1,
-                src: from.strides.slot,
-                dst: to.strides.slot,
-            },
-            fine: Shape::default(),
-            coarse: Shape::default(),
-        };
-        piece.cache_shapes(meeting);
-        out.push(piece);
+        Ok(())
     }
-    Ok(())
 }

@@ -3,14 +3,15 @@
 //! A [`Plan`] is made once per pair of engines; a request only binds slots and a token range to
 //! it. Copies are strided patterns, never one descriptor per token or head.
 //!
-//! The steps: [`reshard`] intersects what the ranks hold and elects one source for every byte,
-//! [`proof`] checks the result against the destination layouts, [`lower`] turns rectangles of
-//! layers and heads into strided pieces, [`bind`] adds slots and a token range ([`table`] pairs the
-//! blocks, [`meeting`] knows which ones two ranks both own).
+//! The steps: `reshard` intersects what the ranks hold and elects one source for every byte,
+//! `proof` checks the result against the destination layouts, `lower` turns rectangles of
+//! layers and heads into strided pieces (`form` coalesces their axes), `bind` adds slots and a token range (`table` pairs the
+//! blocks, `meeting` knows which ones two ranks both own).
 
 mod bind;
 mod explain;
 pub mod file;
+mod form;
 mod lower;
 mod meeting;
 mod proof;
@@ -233,6 +234,17 @@ impl Pair {
     /// Whether the pair moves something of this group.
     pub fn moves(&self, group: usize) -> bool {
         self.templates.get(group).is_some_and(Template::moves)
+    }
+
+    /// The first token that a request for `[skip_token, token_end)` needs of this group: of a
+    /// sliding window only the destination's last tokens.
+    pub fn needed_from(&self, group: usize, skip_token: u64, token_end: u64) -> u64 {
+        match self.templates.get(group).map(|t| t.kind) {
+            Some(lower::TemplateKind::Paged { window }) if window != 0 => {
+                skip_token.max(token_end.saturating_sub(window))
+            }
+            _ => skip_token,
+        }
     }
 
     /// Bytes of one whole destination block (state: of one slot) that this pair moves when it

@@ -1,11 +1,14 @@
 //! The proof that a plan writes every byte of every destination view exactly once.
 
+use std::collections::HashMap;
+use std::ops::Range;
+
 use super::lower::Template;
 use super::meeting::meet;
 use super::{Pair, Plan};
 use crate::bail;
 use crate::error::Result;
-use crate::layout::{Group, Layout, Ordinals, Role, View};
+use crate::layout::{Group, Layout, Ordinals, Role};
 
 /// Checks a plan without the planner's help.
 ///
@@ -77,18 +80,16 @@ fn faithful(template: &Template, from: &Group, to: &Group) -> Result<()> {
     let Some(meeting) = &template.meeting else {
         bail!(KVF_ERR_INTERNAL, "pieces without common blocks");
     };
+    let (from, to) = (memory(from), memory(to));
     for piece in &template.pieces {
-        let (src, dst) = piece.reach(meeting);
-        for (name, group, pool, reach) in [
-            ("source", from, src.0, src.1),
-            ("destination", to, dst.0, dst.1),
+        let extent = template.forms[piece.form].axes().extent(meeting);
+        for (name, memory, pool, first, extent) in [
+            ("source", &from, piece.src_pool, piece.src, extent.0),
+            ("destination", &to, piece.dst_pool, piece.dst, extent.1),
         ] {
-            let views = group.views.iter().filter_map(|v| memory(v, group, pool));
-            let inside = views.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
-            if !inside
-                .as_ref()
-                .is_some_and(|m| m.start <= reach.start && reach.end <= m.end)
-            {
+            let inside = memory.get(&pool);
+            let reach = first..first + extent;
+            if !inside.is_some_and(|m| m.start <= reach.start && reach.end <= m.end) {
                 bail!(
                     KVF_ERR_INTERNAL,
                     "a piece reaches bytes {reach:?} of {name} pool {pool}, the views are {inside:?}"
@@ -99,26 +100,28 @@ fn faithful(template: &Template, from: &Group, to: &Group) -> Result<()> {
     Ok(())
 }
 
-/// First to last byte of a view in a pool.
-fn memory(view: &View, group: &Group, pool: u32) -> Option<std::ops::Range<u64>> {
-    let offsets = || {
-        view.tensors
-            .iter()
-            .filter(|t| t.pool == pool)
-            .map(|t| t.offset)
-    };
-    let layers = if view.tensors.len() == 1 {
-        group.layers.len() as u64
-    } else {
-        1
-    };
-    let s = view.strides;
-    let extent = (u64::from(view.slots) - 1) * s.slot
-        + (layers - 1) * s.layer
-        + (u64::from(group.tokens_per_slot()) - 1) * s.token
-        + (u64::from(view.heads) - 1) * s.head
-        + view.bytes_per_head;
-    Some(offsets().min()?..offsets().max()? + extent)
+/// First to last byte of a group's views in each pool.
+fn memory(group: &Group) -> HashMap<u32, Range<u64>> {
+    let mut pools: HashMap<u32, Range<u64>> = HashMap::new();
+    for view in &group.views {
+        let layers = if view.tensors.len() == 1 {
+            group.layers.len() as u64
+        } else {
+            1
+        };
+        let s = view.strides;
+        let extent = (u64::from(view.slots) - 1) * s.slot
+            + (layers - 1) * s.layer
+            + (u64::from(group.tokens_per_slot()) - 1) * s.token
+            + (u64::from(view.heads) - 1) * s.head
+            + view.bytes_per_head;
+        for tensor in &view.tensors {
+            let (start, end) = (tensor.offset, tensor.offset + extent);
+            let pool = pools.entry(tensor.pool).or_insert(start..end);
+            *pool = pool.start.min(start)..pool.end.max(end);
+        }
+    }
+    pools
 }
 
 struct Target<'a> {

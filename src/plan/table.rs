@@ -1,6 +1,6 @@
 //! Block tables of a request: checked, paired by ordinal, neighbours joined.
 
-use super::lower::Segment;
+use super::form::Segment;
 use super::meeting::{Meeting, Side};
 use crate::error::{Error, Result};
 use crate::{bail, err};

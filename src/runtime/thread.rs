@@ -13,6 +13,11 @@ pub struct Thread {
 }
 
 impl Thread {
+    /// Whether the thread has ended.
+    pub fn is_finished(&self) -> bool {
+        self.handle.is_finished()
+    }
+
     /// Joins if the thread ends before `deadline`; else detaches it and says false.
     ///
     /// The standard library has no timed join, so the end is looked for with a growing pause; this

@@ -122,10 +122,11 @@ impl Workers {
         self.shared.wake.notify_all();
         let threads =
             std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
-        threads
-            .into_iter()
-            .map(|thread| thread.join_until(deadline))
-            .fold(true, |all, ended| all && ended)
+        let mut all_ended = true;
+        for thread in threads {
+            all_ended &= thread.join_until(deadline);
+        }
+        all_ended
     }
 }
 

@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, RwLockReadGuard};
+use std::sync::Arc;
 
-use super::span::{Scratch, Source, batch_bytes, copy_patterns};
+use super::span::{COPY_BYTES, Scratch, Source, copy_patterns};
 use super::{DataPath, ReadJob};
 use crate::bail;
 use crate::error::Result;
-use crate::memory::{LeaseTable, NONCE_BYTES, Pool};
+use crate::memory::{Entered, LeaseTable, NONCE_BYTES, Pool};
 use crate::plan::Pattern;
 
 /// Reads another agent of this process. Holding its pools keeps their memory mapped (shared) or
@@ -40,9 +40,8 @@ impl InprocPath {
 
 impl InprocPath {
     /// Keeps the source's pools open for one piece.
-    fn enter(&self, batch: &[Pattern]) -> Result<Vec<RwLockReadGuard<'_, bool>>> {
+    fn enter(&self, batch: &[Pattern]) -> Result<Vec<Entered<'_>>> {
         let mut ids: Vec<u32> = batch.iter().map(|p| p.src_pool).collect();
-        // A pool may be entered once: a second guard of one thread could wait behind `close`.
         ids.sort_unstable();
         ids.dedup();
         let pools = ids.iter().filter_map(|id| self.pools.get(id));
@@ -69,15 +68,15 @@ impl DataPath for InprocPath {
     }
 
     fn run(&self, job: &ReadJob) -> Result<()> {
-        let max_bytes = batch_bytes(job);
         let (mut batch, mut scratch) = (Vec::new(), Scratch::default());
-        while job.next(max_bytes, &mut batch) {
+        while job.next(COPY_BYTES, &mut batch) {
             // The source agent waits for these before it says "may be freed now".
             let _open = self.enter(&batch)?;
             let moved = copy_patterns(
                 batch.iter(),
                 |id| self.pools.get(&id).map(|pool| Source::from(&**pool)),
                 |id| job.pool(id).map(|pool| &**pool),
+                job.bytes(),
                 &mut scratch,
             )?;
             job.add_moved(moved);
@@ -134,6 +133,7 @@ mod tests {
             Cache::bindings(2, 3),
             BTreeMap::from([(1, dst.clone())]),
             lease,
+            crate::wire::DataOpen::default(),
         );
         path.run(&job).unwrap();
         assert_eq!(job.moved(), Cache::MOVED);
@@ -156,6 +156,7 @@ mod tests {
             Cache::bindings(2, 3),
             BTreeMap::from([(1, dst)]),
             leases.grant().unwrap(),
+            crate::wire::DataOpen::default(),
         );
         let err = path.run(&job).unwrap_err();
         assert_eq!(err.status, Status::KVF_ERR_TRANSFER);

@@ -7,14 +7,18 @@
 pub mod inproc;
 pub mod shm;
 mod span;
+pub mod tcp;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crate::error::Result;
+use crate::error::{Error, Result, Status};
 use crate::memory::Pool;
+use crate::observe::fault;
 use crate::plan::{Binding, Cursor, Pattern};
+use crate::runtime::Wake;
+use crate::wire;
 
 /// Where a publication's lease word is and what it says while the lease holds.
 pub use crate::memory::Lease as LeaseRef;
@@ -22,49 +26,115 @@ pub use crate::memory::Lease as LeaseRef;
 /// Longest piece that is copied without looking at the cancel flag, in bytes.
 pub const PIECE_BYTES: u64 = 4 << 20;
 
+/// How far a job has been handed out.
+#[derive(Debug, Default)]
+struct Position {
+    binding: usize,
+    cursor: Cursor,
+    taken: u64,
+}
+
 /// The part of a transfer that reads from one source agent under one lease.
 #[derive(Debug)]
 pub struct ReadJob {
     bindings: Vec<Binding>,
-    position: Mutex<(usize, Cursor)>,
+    bytes: u64,
+    position: Mutex<Position>,
     pools: BTreeMap<u32, Arc<Pool>>,
     lease: LeaseRef,
+    workers: AtomicU64,
     cancelled: AtomicBool,
+    /// Set with `cancelled`, for who waits on a socket; made when first needed.
+    wake: OnceLock<Wake>,
     moved: AtomicU64,
+    /// What a source must know to derive the same copies, for paths through a socket.
+    request: wire::DataOpen,
+    /// A source said that its lease did not hold.
+    lease_lost: AtomicBool,
 }
 
 impl ReadJob {
     /// A job over all `bindings`, writing into our `pools`.
-    pub fn new(bindings: Vec<Binding>, pools: BTreeMap<u32, Arc<Pool>>, lease: LeaseRef) -> Self {
+    pub fn new(
+        bindings: Vec<Binding>,
+        pools: BTreeMap<u32, Arc<Pool>>,
+        lease: LeaseRef,
+        request: wire::DataOpen,
+    ) -> Self {
         Self {
+            bytes: bindings.iter().map(Binding::bytes).sum(),
             bindings,
             position: Mutex::default(),
             pools,
             lease,
+            workers: AtomicU64::new(1),
             cancelled: AtomicBool::new(false),
+            wake: OnceLock::new(),
             moved: AtomicU64::new(0),
+            request,
+            lease_lost: AtomicBool::new(false),
         }
     }
 
     /// Bytes that the whole job moves.
     pub fn bytes(&self) -> u64 {
-        self.bindings.iter().map(Binding::bytes).sum()
+        self.bytes
     }
 
-    /// Appends the next pieces to `out`, together at most `max_bytes`; false: nothing is left, or
-    /// the job was cancelled.
-    pub fn next(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> bool {
-        let mut position = self.position.lock().unwrap_or_else(PoisonError::into_inner);
-        let (at, cursor) = &mut *position;
-        while !self.is_cancelled()
-            && let Some(binding) = self.bindings.get(*at)
-        {
-            if binding.take(cursor, max_bytes.min(PIECE_BYTES), out) > 0 {
-                return true;
-            }
-            (*at, *cursor) = (*at + 1, Cursor::default());
+    /// Says how many workers will serve the job; 1 as long as nobody does.
+    pub fn shared_by(&self, workers: usize) {
+        self.workers.store(workers.max(1) as u64, Ordering::Relaxed);
+    }
+
+    /// Appends the next pieces to `out`: about half of one worker's part of what is left, so that
+    /// several end at about the same time, however late one of them started or how often it was
+    /// held up; at least `least` bytes if there are as many, at most [`PIECE_BYTES`]. False:
+    /// nothing is left, or the job was cancelled.
+    pub fn next(&self, least: u64, out: &mut Vec<Pattern>) -> bool {
+        let mut position = self.position();
+        let share = match self.workers.load(Ordering::Relaxed) {
+            1 => PIECE_BYTES,
+            workers => self.bytes.saturating_sub(position.taken) / (2 * workers),
+        };
+        self.take(&mut position, share.max(least), out).is_some()
+    }
+
+    /// Appends the next pieces to `out`, together at most `max_bytes`; tells where they begin:
+    /// index of the binding and position in it. `None` as [`Self::next`]'s false.
+    pub fn next_at(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> Option<(usize, Cursor)> {
+        self.take(&mut self.position(), max_bytes, out)
+    }
+
+    fn position(&self) -> MutexGuard<'_, Position> {
+        if self.moved() > 0 {
+            fault::point("mid_copy");
         }
-        false
+        self.position.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(
+        &self,
+        at: &mut Position,
+        max_bytes: u64,
+        out: &mut Vec<Pattern>,
+    ) -> Option<(usize, Cursor)> {
+        while !self.is_cancelled()
+            && let Some(binding) = self.bindings.get(at.binding)
+        {
+            let begin = (at.binding, at.cursor);
+            let taken = binding.take(&mut at.cursor, max_bytes.min(PIECE_BYTES), out);
+            if taken > 0 {
+                at.taken += taken;
+                return Some(begin);
+            }
+            (at.binding, at.cursor) = (at.binding + 1, Cursor::default());
+        }
+        None
+    }
+
+    /// Strided patterns that the whole job consists of.
+    pub fn patterns(&self) -> u64 {
+        self.bindings.iter().map(Binding::patterns).sum()
     }
 
     /// Our pool with this id.
@@ -79,12 +149,51 @@ impl ReadJob {
 
     /// Makes every worker stop after its current piece.
     pub fn cancel(&self) {
-        self.cancelled.store(true, Ordering::Release);
+        self.cancelled.store(true, Ordering::SeqCst);
+        if let Some(wake) = self.wake.get() {
+            wake.set();
+        }
+    }
+
+    /// Readable once the job is cancelled.
+    ///
+    /// # Errors
+    /// `KVF_ERR_SYSTEM`: no more file descriptors.
+    pub fn wake(&self) -> Result<&Wake> {
+        if self.wake.get().is_none() {
+            let wake = Wake::new().map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "eventfd", &e))?;
+            let _ = self.wake.set(wake); // another worker may have been faster
+        }
+        match self.wake.get() {
+            Some(wake) => {
+                // A cancel that came before the descriptor was there has not set it.
+                if self.is_cancelled() {
+                    wake.set();
+                }
+                Ok(wake)
+            }
+            None => crate::bail!(KVF_ERR_INTERNAL, "a descriptor that was made is not there"),
+        }
+    }
+
+    /// What a source must know to derive the same copies.
+    pub fn request(&self) -> &wire::DataOpen {
+        &self.request
+    }
+
+    /// Notes that the source's lease did not hold for a piece.
+    pub fn lose_lease(&self) {
+        self.lease_lost.store(true, Ordering::Release);
+    }
+
+    /// Whether the source's lease was lost for a piece.
+    pub fn lease_lost(&self) -> bool {
+        self.lease_lost.load(Ordering::Acquire)
     }
 
     /// Whether somebody called [`Self::cancel`].
     pub fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Acquire)
+        self.cancelled.load(Ordering::SeqCst)
     }
 
     /// Counts bytes as written.

@@ -18,7 +18,7 @@ pub struct Frame {
     /// What it says.
     #[prost(
         oneof = "Body",
-        tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16"
+        tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20"
     )]
     pub body: Option<Body>,
 }
@@ -74,6 +74,18 @@ pub enum Body {
     /// Opaque bytes for another room (consensus votes).
     #[prost(message, tag = "16")]
     Group(GroupMessage),
+    /// First message of a data connection.
+    #[prost(message, tag = "17")]
+    DataHello(DataHello),
+    /// Data connection: a job begins.
+    #[prost(message, tag = "18")]
+    DataOpen(DataOpen),
+    /// Data connection: send these pieces.
+    #[prost(message, tag = "19")]
+    DataRead(DataRead),
+    /// Data connection: a job is over.
+    #[prost(message, tag = "20")]
+    DataClose(DataClose),
 }
 
 /// Who connects, and to whom it believes to connect.
@@ -143,6 +155,9 @@ pub struct Memory {
     /// File descriptors that travel with this message.
     #[prost(uint32, tag = "5")]
     pub descriptors: u32,
+    /// Proves on a data connection that it belongs to this link.
+    #[prost(bytes = "vec", tag = "6")]
+    pub token: Vec<u8>,
 }
 
 /// One pool of the sending agent.
@@ -302,12 +317,21 @@ pub struct Goodbye {
 /// Bytes between ranks of one engine.
 #[derive(Clone, PartialEq, Message)]
 pub struct GroupMessage {
-    /// Which room decodes it.
-    #[prost(uint32, tag = "1")]
-    pub channel: u32,
-    /// Its bytes.
+    /// Who they are for.
+    #[prost(uint64, tag = "1")]
+    pub channel: u64,
+    /// The bytes.
     #[prost(bytes = "vec", tag = "2")]
     pub payload: Vec<u8>,
+    /// Place among the sender's messages to this rank, from 1; 0: only an acknowledgement.
+    #[prost(uint64, tag = "3")]
+    pub sequence: u64,
+    /// Everything up to this place has come.
+    #[prost(uint64, tag = "4")]
+    pub acked: u64,
+    /// The sender's last message on this channel.
+    #[prost(bool, tag = "5")]
+    pub leaves: bool,
 }
 
 /// What travels with a request.
@@ -394,6 +418,91 @@ pub struct TicketState {
     /// After this many tokens.
     #[prost(uint64, tag = "3")]
     pub as_of_token: u64,
+}
+
+/// First message on a data connection: which control link it belongs to.
+#[derive(Clone, PartialEq, Message)]
+pub struct DataHello {
+    /// [`PROTOCOL`].
+    #[prost(uint32, tag = "1")]
+    pub protocol: u32,
+    /// The connecting agent.
+    #[prost(bytes = "vec", tag = "2")]
+    pub incarnation: Vec<u8>,
+    /// The token of the [`Memory`] message.
+    #[prost(bytes = "vec", tag = "3")]
+    pub token: Vec<u8>,
+}
+
+/// What a reader reads on a data connection: enough for the source to derive the same copies.
+#[derive(Clone, PartialEq, Message)]
+pub struct DataOpen {
+    /// Number of the job on this connection.
+    #[prost(uint64, tag = "1")]
+    pub job: u64,
+    /// Request and attempt.
+    #[prost(message, optional, tag = "2")]
+    pub key: Option<KeyMessage>,
+    /// Which publication.
+    #[prost(uint64, tag = "3")]
+    pub epoch: u64,
+    /// Paged groups, then states, in the reader's order.
+    #[prost(message, repeated, tag = "4")]
+    pub parts: Vec<DataPart>,
+}
+
+/// One group or state of a reader.
+#[derive(Clone, PartialEq, Message)]
+pub struct DataPart {
+    /// Group id.
+    #[prost(uint32, tag = "1")]
+    pub group: u32,
+    /// A state slot, not a paged group.
+    #[prost(bool, tag = "2")]
+    pub state: bool,
+    /// The reader's slots.
+    #[prost(sint32, repeated, tag = "3")]
+    pub slots: Vec<i32>,
+    /// Block ordinal from which `slots` counts.
+    #[prost(uint64, tag = "4")]
+    pub first_ordinal: u64,
+    /// First wanted token.
+    #[prost(uint64, tag = "5")]
+    pub skip_token: u64,
+    /// End of the wanted tokens; of a state: as of which token.
+    #[prost(uint64, tag = "6")]
+    pub token_end: u64,
+}
+
+/// Some pieces of an opened job, please.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Message)]
+pub struct DataRead {
+    /// Number of the job on this connection.
+    #[prost(uint64, tag = "1")]
+    pub job: u64,
+    /// Index of the binding.
+    #[prost(uint32, tag = "2")]
+    pub binding: u32,
+    /// Position in it: piece, segment, bytes taken.
+    #[prost(uint64, tag = "3")]
+    pub piece: u64,
+    /// See `piece`.
+    #[prost(uint64, tag = "4")]
+    pub segment: u64,
+    /// See `piece`.
+    #[prost(uint64, tag = "5")]
+    pub taken: u64,
+    /// As many bytes as this at most.
+    #[prost(uint64, tag = "6")]
+    pub max_bytes: u64,
+}
+
+/// The job is over.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Message)]
+pub struct DataClose {
+    /// Number of the job on this connection.
+    #[prost(uint64, tag = "1")]
+    pub job: u64,
 }
 
 /// A receiver's slots, on their way to the sender.

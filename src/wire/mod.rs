@@ -5,6 +5,7 @@
 
 mod frame;
 mod messages;
+pub mod votes;
 
 pub use frame::{Decoder, MAX_FRAME, encode};
 pub use messages::*;

@@ -173,7 +173,12 @@ impl SourceProcess {
     }
 
     fn job(&self) -> ReadJob {
-        ReadJob::new(Vec::new(), BTreeMap::new(), self.lease)
+        ReadJob::new(
+            Vec::new(),
+            BTreeMap::new(),
+            self.lease,
+            crate::wire::DataOpen::default(),
+        )
     }
 
     fn kill(&mut self) {
@@ -216,6 +221,7 @@ impl Destination {
             batch,
             |id| (id == 1).then_some(&*self.pool),
             || false,
+            0,
             &mut Buffers::default(),
         )
     }
@@ -260,6 +266,7 @@ fn a_job_is_shared_by_workers_and_attested() {
             Cache::bindings(keys, values),
             BTreeMap::from([(1, dst.pool.clone())]),
             source.lease,
+            crate::wire::DataOpen::default(),
         );
         assert_eq!(job.bytes(), Cache::MOVED);
         std::thread::scope(|scope| {
@@ -276,7 +283,12 @@ fn a_job_is_shared_by_workers_and_attested() {
     source.kill();
     let dst = Destination::new(2 * Cache::BYTES as usize);
     let pools = BTreeMap::from([(1, dst.pool.clone())]);
-    let job = ReadJob::new(Cache::bindings(MAPPED, PRIVATE), pools, source.lease);
+    let job = ReadJob::new(
+        Cache::bindings(MAPPED, PRIVATE),
+        pools,
+        source.lease,
+        crate::wire::DataOpen::default(),
+    );
     let err = source.path.run(&job).unwrap_err();
     assert_eq!(err.status, Status::KVF_ERR_PEER_LOST, "{err}");
     job.cancel();
@@ -310,6 +322,7 @@ fn a_stop_is_seen_between_two_calls() {
             &batch,
             |_| Some(&*dst.pool),
             || true,
+            0,
             &mut Buffers::default(),
         )
         .unwrap();
@@ -349,7 +362,14 @@ fn a_revoked_lease_is_not_attested_on_either_way() {
                 leases.view = None;
             }
         });
-        let job = |lease| ReadJob::new(Vec::new(), BTreeMap::new(), lease);
+        let job = |lease| {
+            ReadJob::new(
+                Vec::new(),
+                BTreeMap::new(),
+                lease,
+                crate::wire::DataOpen::default(),
+            )
+        };
         let LeaseRef { index, generation } = source.lease;
         assert!(source.path.attest(&job(source.lease)).unwrap());
         let later = LeaseRef {

@@ -1,0 +1,335 @@
+//! Data connections: who may open one, what it may read, and the threads that serve them.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use super::api::{ImportGroup, ImportState};
+use super::begin::{Wants, bind};
+use super::lock;
+use super::metadata::{EngineInfo, RankInfo, incarnation};
+use super::shared::{Shared, random};
+use super::ticket::key;
+use crate::error::{Error, Result, Status};
+use crate::ids::Incarnation;
+use crate::memory::Pool;
+use crate::plan::{Plan, Policy};
+use crate::runtime::{Thread, spawn};
+use crate::transport::tcp::{Opened, Serving, Source, Stream, serve};
+use crate::wire::{self, Body, DataHello, DataOpen, DataPart, Decoder, Frame};
+use crate::{bail, err};
+
+/// Data connections that one agent serves at most.
+const MAX_CONNECTIONS: usize = 1024;
+
+/// A reader that may open data connections.
+#[derive(Clone)]
+pub(super) struct Reader {
+    agent: Incarnation,
+    engine: Arc<EngineInfo>,
+    /// Its place in `engine.ranks`.
+    index: usize,
+}
+
+/// Tokens given out and connections served.
+#[derive(Default)]
+pub(super) struct DataConnections {
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    tokens: HashMap<[u8; 16], Reader>,
+    next: u64,
+    open: HashMap<u64, (Incarnation, Arc<Stream>)>,
+    threads: Vec<Thread>,
+    closed: bool,
+}
+
+impl DataConnections {
+    /// A token for a reader, to be shown on its data connections.
+    pub fn token(&self, agent: Incarnation, engine: &Arc<EngineInfo>, index: usize) -> Vec<u8> {
+        let Ok(token) = random() else {
+            return Vec::new(); // without one no data connection is let in
+        };
+        let mut inner = lock(&self.inner);
+        inner.tokens.retain(|_, reader| reader.agent != agent);
+        let engine = engine.clone();
+        inner.tokens.insert(
+            token,
+            Reader {
+                agent,
+                engine,
+                index,
+            },
+        );
+        token.to_vec()
+    }
+
+    /// The agent is gone: its connections end, its token is worth nothing.
+    pub fn drop_agent(&self, agent: Incarnation) {
+        let mut inner = lock(&self.inner);
+        inner.tokens.retain(|_, reader| reader.agent != agent);
+        for (of, stream) in inner.open.values() {
+            if *of == agent {
+                stream.shutdown();
+            }
+        }
+    }
+
+    /// Ends all connections and waits for their threads; false: some were left behind.
+    pub fn close(&self, deadline: Instant) -> bool {
+        let threads = {
+            let mut inner = lock(&self.inner);
+            inner.closed = true;
+            inner.tokens.clear();
+            inner
+                .open
+                .values()
+                .for_each(|(_, stream)| stream.shutdown());
+            std::mem::take(&mut inner.threads)
+        };
+        let mut all = true;
+        for thread in threads {
+            all &= thread.join_until(deadline);
+        }
+        all
+    }
+}
+
+/// Takes over a connection whose data hello has come.
+///
+/// # Errors
+/// A token that was not given out, or too many connections.
+pub(super) fn admit(shared: &Arc<Shared>, fd: OwnedFd, hello: &DataHello) -> Result<()> {
+    let token = incarnation(&hello.token)?.0;
+    let stream = Stream::new(fd).map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "socket", &e))?;
+    let stream = Arc::new(stream);
+    let (reader, number) = {
+        let mut inner = lock(&shared.data.inner);
+        let reader = match inner.tokens.get(&token) {
+            Some(reader) if reader.agent.0 == hello.incarnation[..] => reader.clone(),
+            _ => bail!(KVF_ERR_AUTH, "a data connection without a valid token"),
+        };
+        if inner.closed || inner.open.len() >= MAX_CONNECTIONS {
+            bail!(KVF_ERR_LIMIT, "{} data connections", inner.open.len());
+        }
+        inner.next += 1;
+        let number = inner.next;
+        inner.open.insert(number, (reader.agent, stream.clone()));
+        inner.threads.retain(|thread| !thread.is_finished());
+        (reader, number)
+    };
+    let serving = shared.clone();
+    let name = format!(
+        "{}-d{number}",
+        super::setup::thread_name(&shared.config.name)
+    );
+    let thread = spawn(name, &shared.config.affinity, move || {
+        let limits = Serving {
+            stall: serving.config.timeouts.peer_silence,
+            spin: serving.config.spin,
+        };
+        let source = Publications {
+            shared: serving.clone(),
+            reader,
+        };
+        let mut welcome = Vec::new();
+        let frame = Frame {
+            body: Some(Body::Welcome(wire::Welcome {
+                protocol: wire::PROTOCOL,
+                incarnation: serving.incarnation.0.to_vec(),
+            })),
+        };
+        let outcome = wire::encode(&frame, &mut welcome)
+            .and_then(|()| stream.send_all(&welcome, limits.stall))
+            .and_then(|()| serve(&stream, &source, limits));
+        if let Err(e) = outcome {
+            serving
+                .log
+                .debug(format_args!("a data connection ended: {e}"));
+        }
+        lock(&serving.data.inner).open.remove(&number);
+    });
+    match thread {
+        Ok(thread) => {
+            lock(&shared.data.inner).threads.push(thread);
+            Ok(())
+        }
+        Err(e) => {
+            lock(&shared.data.inner).open.remove(&number);
+            Err(e)
+        }
+    }
+}
+
+/// Our publications, as one reader may see them.
+struct Publications {
+    shared: Arc<Shared>,
+    reader: Reader,
+}
+
+impl Source for Publications {
+    fn open(&self, open: &DataOpen) -> Result<Opened> {
+        let (cell, own) = {
+            let state = self.shared.lock();
+            let cell = state.published.get(&open.epoch).and_then(|c| c.upgrade());
+            (cell, state.engine()?)
+        };
+        let Some(cell) = cell.filter(|c| c.id.key == key(open.key)) else {
+            bail!(
+                KVF_ERR_EXPIRED,
+                "no publication of {} with epoch {}: it has ended",
+                key(open.key),
+                open.epoch
+            );
+        };
+        let engine = &self.reader.engine;
+        let plan = Plan::new(&own.info.layouts(), &engine.layouts(), Policy::Spread)?;
+        let pair = plan
+            .out_of_source(own.index)
+            .find(|pair| pair.dst == self.reader.index)
+            .cloned();
+        let Some(pair) = pair else {
+            bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "this rank moves nothing to the reader"
+            );
+        };
+        let bindings = bind(&pair, &wants(open), &cell.entry)?;
+        let (leases, lease) = (self.shared.leases.clone(), cell.lease);
+        Ok(Opened {
+            bindings: bindings.into_iter().map(|(_, binding)| binding).collect(),
+            holds: Box::new(move || leases.holds(lease)),
+        })
+    }
+
+    fn pool(&self, id: u32) -> Option<Arc<Pool>> {
+        Some(self.shared.lock().pools.get(&id)?.pool.clone())
+    }
+}
+
+fn wants(open: &DataOpen) -> Wants {
+    let (states, groups): (Vec<&DataPart>, _) = open.parts.iter().partition(|p| p.state);
+    Wants {
+        groups: groups
+            .into_iter()
+            .map(|p| ImportGroup {
+                group: p.group,
+                slots: p.slots.clone(),
+                first_ordinal: p.first_ordinal,
+                skip_token: p.skip_token,
+                token_end: p.token_end,
+            })
+            .collect(),
+        states: states
+            .into_iter()
+            .map(|p| ImportState {
+                group: p.group,
+                slot: p.slots.first().copied().unwrap_or(-1),
+                as_of_token: p.token_end,
+            })
+            .collect(),
+        prefix_tag: 0,
+    }
+}
+
+/// What a source must know to derive the copies of an import.
+pub(super) fn data_open(wants: &Wants, key: crate::ids::Key, epoch: u64) -> DataOpen {
+    let groups = wants.groups.iter().map(|g| DataPart {
+        group: g.group,
+        state: false,
+        slots: g.slots.clone(),
+        first_ordinal: g.first_ordinal,
+        skip_token: g.skip_token,
+        token_end: g.token_end,
+    });
+    let states = wants.states.iter().map(|s| DataPart {
+        group: s.group,
+        state: true,
+        slots: vec![s.slot],
+        first_ordinal: 0,
+        skip_token: 0,
+        token_end: s.as_of_token,
+    });
+    DataOpen {
+        job: 0,
+        key: Some(key.into()),
+        epoch,
+        parts: groups.chain(states).collect(),
+    }
+}
+
+/// Where data connections to a source go.
+#[derive(Clone)]
+pub(super) enum Door {
+    Tcp(std::net::SocketAddr),
+    Unix(Vec<u8>),
+}
+
+/// Opens data connections to a source.
+pub(super) fn dialler(
+    shared: &Shared,
+    source: &RankInfo,
+    door: Door,
+    token: Vec<u8>,
+) -> impl Fn() -> Result<Stream> + Send + Sync + use<> {
+    let hello = DataHello {
+        protocol: wire::PROTOCOL,
+        incarnation: shared.incarnation.0.to_vec(),
+        token,
+    };
+    let (timeout, expected, name) = (
+        shared.config.timeouts.connect,
+        source.incarnation,
+        source.name.clone(),
+    );
+    move || {
+        dial(&door, &hello, expected, timeout)
+            .map_err(|e| e.context(format!("data connection to agent {name}")))
+    }
+}
+
+fn dial(
+    door: &Door,
+    hello: &DataHello,
+    expected: Incarnation,
+    timeout: Duration,
+) -> Result<Stream> {
+    let system = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "connect", &e);
+    let fd: OwnedFd = match door {
+        Door::Tcp(address) => {
+            let stream = TcpStream::connect_timeout(address, timeout).map_err(system)?;
+            stream.set_nodelay(true).map_err(system)?;
+            stream.into()
+        }
+        Door::Unix(name) => super::link::connect_unix_std(name).map_err(system)?.into(),
+    };
+    let stream = Stream::new(fd).map_err(system)?;
+    let mut bytes = Vec::new();
+    wire::encode(
+        &Frame {
+            body: Some(Body::DataHello(hello.clone())),
+        },
+        &mut bytes,
+    )?;
+    stream.send_all(&bytes, timeout)?;
+    let mut decoder = Decoder::new(MAX_WELCOME);
+    let answer = loop {
+        decoder.push(&stream.receive_some(timeout)?);
+        if let Some(frame) = decoder.next_frame()? {
+            break frame.body;
+        }
+    };
+    match answer {
+        Some(Body::Welcome(w)) if w.incarnation == expected.0 => Ok(stream),
+        Some(Body::Refuse(r)) => Err(Error::new(super::metadata::status(r.status), r.text)),
+        _ => Err(err!(KVF_ERR_PROTOCOL, "somebody else answers there")),
+    }
+}
+
+/// Longest answer to a data hello.
+const MAX_WELCOME: usize = 64 << 10;

@@ -1,0 +1,298 @@
+//! A non-blocking stream socket, used by one thread at a time, with waits that can be woken.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result, Status};
+
+/// Most ranges in one call (UIO_MAXIOV).
+const MAX_RANGES: usize = 1024;
+
+/// A connected socket.
+#[derive(Debug)]
+pub struct Stream {
+    fd: OwnedFd,
+}
+
+/// How a thread waits for a socket: it looks again and again for `spin`, then sleeps until there
+/// is something, `wake` is readable, or `deadline` has passed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience<'a> {
+    pub spin: Duration,
+    pub wake: Option<BorrowedFd<'a>>,
+    /// Of one wait, not of the whole transfer.
+    pub stall: Option<Duration>,
+}
+
+/// Byte ranges of one gathered call; neighbours are merged.
+#[derive(Default)]
+pub(super) struct Ranges {
+    list: Vec<libc::iovec>,
+}
+
+impl Ranges {
+    /// Adds a range. Nothing is accessed before a call that takes the ranges.
+    pub fn push(&mut self, base: *mut u8, len: usize) {
+        let base: *mut libc::c_void = base.cast();
+        match self.list.last_mut() {
+            Some(last) if last.iov_base.addr() + last.iov_len == base.addr() => last.iov_len += len,
+            _ => self.list.push(libc::iovec {
+                iov_base: base,
+                iov_len: len,
+            }),
+        }
+    }
+
+    pub fn clear(&mut self) {
+        self.list.clear();
+    }
+}
+
+impl Stream {
+    /// Takes a connected socket and makes it non-blocking.
+    ///
+    /// # Errors
+    /// The descriptor is no socket.
+    pub fn new(fd: OwnedFd) -> io::Result<Self> {
+        // SAFETY: fcntl with integers only, on a descriptor that we own.
+        let ok = unsafe {
+            let flags = libc::fcntl(fd.as_raw_fd(), libc::F_GETFL);
+            flags >= 0 && libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) == 0
+        };
+        if !ok {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self { fd })
+    }
+
+    /// Open, and nothing has come that nobody asked for.
+    pub(super) fn is_quiet(&self) -> bool {
+        let mut byte = 0u8;
+        // SAFETY: one writable byte.
+        let n = unsafe {
+            libc::recv(
+                self.fd.as_raw_fd(),
+                (&raw mut byte).cast(),
+                1,
+                libc::MSG_DONTWAIT | libc::MSG_PEEK,
+            )
+        };
+        n < 0 && io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock
+    }
+
+    /// Ends both directions; a thread that waits on the socket is woken.
+    pub fn shutdown(&self) {
+        // SAFETY: a descriptor that we own.
+        unsafe { libc::shutdown(self.fd.as_raw_fd(), libc::SHUT_RDWR) };
+    }
+
+    pub(super) fn send(&self, bytes: &[u8], patience: Patience<'_>) -> io::Result<()> {
+        let mut range = [libc::iovec {
+            iov_base: bytes.as_ptr().cast_mut().cast(),
+            iov_len: bytes.len(),
+        }];
+        // SAFETY: the range is the borrowed slice, which is only read.
+        unsafe { self.transfer(&mut range, patience, true) }
+    }
+
+    pub(super) fn receive(&self, bytes: &mut [u8], patience: Patience<'_>) -> io::Result<()> {
+        let mut range = [libc::iovec {
+            iov_base: bytes.as_mut_ptr().cast(),
+            iov_len: bytes.len(),
+        }];
+        // SAFETY: the range is the borrowed slice.
+        unsafe { self.transfer(&mut range, patience, false) }
+    }
+
+    /// Sends everything, waiting at most `stall` for each piece.
+    ///
+    /// # Errors
+    /// `KVF_ERR_TRANSFER` with the system's reason.
+    pub fn send_all(&self, bytes: &[u8], stall: Duration) -> Result<()> {
+        let patience = Patience {
+            spin: Duration::ZERO,
+            wake: None,
+            stall: Some(stall),
+        };
+        self.send(bytes, patience)
+            .map_err(|e| Error::os(Status::KVF_ERR_TRANSFER, "send", &e))
+    }
+
+    /// Receives what comes next, waiting at most `stall`.
+    ///
+    /// # Errors
+    /// `KVF_ERR_TRANSFER` with the system's reason, the stream's end included.
+    pub fn receive_some(&self, stall: Duration) -> Result<Vec<u8>> {
+        let patience = Patience {
+            spin: Duration::ZERO,
+            wake: None,
+            stall: Some(stall),
+        };
+        let mut bytes = vec![0; 4096];
+        let outcome = self
+            .receive(&mut bytes[..1], patience)
+            .and_then(|()| self.receive_available(&mut bytes[1..]));
+        match outcome {
+            Ok(more) => {
+                bytes.truncate(1 + more);
+                Ok(bytes)
+            }
+            Err(e) => Err(Error::os(Status::KVF_ERR_TRANSFER, "receive", &e)),
+        }
+    }
+
+    /// What is there, without waiting; 0 = nothing, or the end (which the next wait finds).
+    pub(super) fn receive_available(&self, bytes: &mut [u8]) -> io::Result<usize> {
+        // SAFETY: the borrowed slice with its length.
+        let n = unsafe {
+            libc::recv(
+                self.fd.as_raw_fd(),
+                bytes.as_mut_ptr().cast(),
+                bytes.len(),
+                libc::MSG_DONTWAIT,
+            )
+        };
+        match usize::try_from(n) {
+            Ok(n) => Ok(n),
+            Err(_) => match io::Error::last_os_error() {
+                e if e.kind() == io::ErrorKind::WouldBlock
+                    || e.kind() == io::ErrorKind::Interrupted =>
+                {
+                    Ok(0)
+                }
+                e => Err(e),
+            },
+        }
+    }
+
+    /// Sends all ranges, in order.
+    ///
+    /// # Safety
+    /// All ranges must be readable; another process may write them meanwhile.
+    pub(super) unsafe fn send_ranges(
+        &self,
+        ranges: &mut Ranges,
+        patience: Patience<'_>,
+    ) -> io::Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { self.transfer(&mut ranges.list, patience, true) }
+    }
+
+    /// Fills all ranges, in order.
+    ///
+    /// # Safety
+    /// All ranges must be writable; nobody may hold references to them.
+    pub(super) unsafe fn receive_ranges(
+        &self,
+        ranges: &mut Ranges,
+        patience: Patience<'_>,
+    ) -> io::Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { self.transfer(&mut ranges.list, patience, false) }
+    }
+
+    /// # Safety
+    /// As for `send_ranges` or `receive_ranges`.
+    unsafe fn transfer(
+        &self,
+        mut ranges: &mut [libc::iovec],
+        patience: Patience<'_>,
+        send: bool,
+    ) -> io::Result<()> {
+        while !ranges.is_empty() {
+            // SAFETY: an all-zero msghdr is a valid, empty one.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            message.msg_iov = ranges.as_mut_ptr();
+            message.msg_iovlen = ranges.len().min(MAX_RANGES) as _;
+            let fd = self.fd.as_raw_fd();
+            // SAFETY: the ranges by contract; the kernel writes nothing else.
+            let n = unsafe {
+                if send {
+                    libc::sendmsg(
+                        fd,
+                        &raw const message,
+                        libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
+                    )
+                } else {
+                    libc::recvmsg(fd, &raw mut message, libc::MSG_DONTWAIT)
+                }
+            };
+            match usize::try_from(n) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(n) => ranges = skip(ranges, n),
+                Err(_) => {
+                    let err = io::Error::last_os_error();
+                    match err.kind() {
+                        io::ErrorKind::WouldBlock => self.wait(patience, send)?,
+                        io::ErrorKind::Interrupted => {}
+                        _ => return Err(err),
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn wait(&self, patience: Patience<'_>, send: bool) -> io::Result<()> {
+        let events = if send { libc::POLLOUT } else { libc::POLLIN };
+        let begin = Instant::now();
+        loop {
+            let spinning = begin.elapsed() < patience.spin;
+            let timeout = match (spinning, patience.stall) {
+                (true, _) => 0,
+                (false, Some(stall)) => {
+                    let left = stall.saturating_sub(begin.elapsed());
+                    if left.is_zero() {
+                        return Err(io::ErrorKind::TimedOut.into());
+                    }
+                    i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
+                }
+                (false, None) => -1,
+            };
+            let mut polled = [
+                libc::pollfd {
+                    fd: self.fd.as_raw_fd(),
+                    events,
+                    revents: 0,
+                },
+                libc::pollfd {
+                    fd: patience.wake.map_or(-1, |fd| fd.as_raw_fd()),
+                    events: libc::POLLIN,
+                    revents: 0,
+                },
+            ];
+            // SAFETY: two pollfds that live here; a negative descriptor is ignored.
+            let n = unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) };
+            if n < 0 && io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+                return Err(io::Error::last_os_error());
+            }
+            if n > 0 && polled[1].revents != 0 {
+                return Err(io::Error::other("cancelled"));
+            }
+            if n > 0 && polled[0].revents != 0 {
+                return Ok(());
+            }
+        }
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// The ranges behind the first `n` bytes.
+fn skip(mut ranges: &mut [libc::iovec], mut n: usize) -> &mut [libc::iovec] {
+    while let Some(first) = ranges.first_mut() {
+        if n < first.iov_len {
+            first.iov_base = first.iov_base.cast::<u8>().wrapping_add(n).cast();
+            first.iov_len -= n;
+            break;
+        }
+        n -= first.iov_len;
+        ranges = &mut ranges[1..];
+    }
+    ranges
+}

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scenarios about fixed costs: one small block, begin, status, idleness.
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+
+#include "bare.hpp"
+#include "bench.hpp"
+#include "measure.hpp"
+
+namespace kvferry::tools {
+
+using namespace std::chrono_literals;
+
+namespace {
+
+constexpr std::uint64_t small_block = 4096;
+
+void add_percentiles(Json& result, const std::string& name, const std::vector<double>& seconds) {
+  result[name + "p50_us"] = percentile(seconds, 0.5) * 1e6;
+  result[name + "p99_us"] = percentile(seconds, 0.99) * 1e6;
+}
+
+// Waits on the event fd until the transfer's event has been taken.
+void take_end(Destination& destination, int fd, const Transfer& transfer) {
+  for (;;) {
+    pollfd wanted{fd, POLLIN, 0};
+    if (poll(&wanted, 1, 10'000) != 1) throw std::runtime_error("no event within 10 s");
+    kvf_event events[8];
+    std::size_t n = 0;
+    check(kvf_agent_take_events(destination.side().agent().c(), events, sizeof(kvf_event), 8, &n));
+    for (std::size_t i = 0; i < n; ++i) {
+      if (events[i].kind != KVF_EVENT_TRANSFER_ENDED) continue;
+      if (events[i].status != KVF_OK) {
+        throw Error(static_cast<kvf_status>(events[i].status), transfer.error_text());
+      }
+      return;
+    }
+  }
+}
+
+}  // namespace
+
+void run_latency(const Options& options, Child& child) {
+  const std::uint64_t block = options.block_size != 0 ? options.block_size : small_block;
+  const std::size_t rounds = std::max<std::size_t>(options.repeats, 1000);
+  RemoteSource source(child, options.setup(block, 1));
+  Destination destination(options.setup(block, 1), source.metadata());
+  Blocks random((options.pool_mib << 20) / block);
+  Team alone(1);
+  const auto bare = options.memory == "pool"
+                        ? mapped_copies(alone, source.pool_fd(), options.pool_mib << 20, block)
+                        : process_reads(alone, source.pid(), source.address(), block);
+  const int fd = destination.side().agent().event_fd();
+  std::vector<double> polled, through_fd, limit;
+  wait_for_quiet(options.quiet_s);
+  for (std::size_t done = 0; done < rounds + 100;) {
+    std::vector<std::int32_t> slots;
+    for (int i = 0; i < 100; ++i) slots.push_back(random.pick(1).front());
+    const std::vector<Bytes> tickets = source.publish_each(slots);
+    for (std::size_t i = 0; i < tickets.size(); ++i, ++done) {
+      if (done == 0) destination.clear(1);
+      const bool use_fd = i % 2 == 1;
+      const double begin = now();
+      {
+        const Transfer transfer = destination.pull(tickets[i], 1);
+        if (use_fd) {
+          take_end(destination, fd, transfer);
+        } else {
+          kvf_status status = KVF_IN_PROGRESS;
+          while ((status = transfer.poll()) == KVF_IN_PROGRESS) {
+          }
+          if (status != KVF_OK) throw Error(status, transfer.error_text());
+        }
+        const double taken = now() - begin;
+        if (done >= 100) (use_fd ? through_fd : polled).push_back(taken);
+        if (!use_fd) take_end(destination, fd, transfer);
+      }
+      if (done == 0) destination.compare({slots[i]});
+      const std::vector<std::int32_t> other = random.pick(1);
+      const double bare_begin = now();
+      bare->move(0, other, destination.side().data());
+      if (done >= 100) limit.push_back(now() - bare_begin);
+    }
+    source.settle();
+  }
+  Json result{{"case", "latency"},
+              {"block_size", block},
+              {"blocks", 1},
+              {"memory", options.memory},
+              {"transport", destination.peer().query().transport},
+              {"threads", options.threads},
+              {"rounds", polled.size()}};
+  add_percentiles(result, "", polled);
+  add_percentiles(result, "event_fd_", through_fd);
+  add_percentiles(result, "limit_", limit);
+  report(options, result);
+}
+
+void run_begin(const Options& options, Child& child) {
+  const std::uint64_t block = options.block_size != 0 ? options.block_size : small_block;
+  const std::uint64_t blocks = options.blocks != 0 ? options.blocks : 4096;
+  const std::uint32_t rounds = std::max(options.repeats, 50u);
+  RemoteSource source(child, options.setup(block, blocks));
+  Destination destination(options.setup(block, blocks), source.metadata());
+  Blocks random((options.pool_mib << 20) / block);
+  std::vector<double> inside;
+  wait_for_quiet(options.quiet_s);
+  for (std::uint32_t round = 0; round <= rounds; ++round) {
+    const Bytes ticket = source.publish(random.pick(blocks));
+    const double begin = now();
+    const Transfer transfer = destination.pull(ticket, blocks);
+    const double taken = now() - begin;
+    if (round != 0) inside.push_back(taken);
+    transfer.finish(60s);
+    source.settle();
+    (void)destination.side().agent().take_events();
+  }
+  Json result{{"case", "begin"},
+              {"block_size", block},
+              {"blocks", blocks},
+              {"memory", options.memory},
+              {"rounds", rounds},
+              {"min_us", percentile(inside, 0) * 1e6}};
+  add_percentiles(result, "", inside);
+  report(options, result);
+}
+
+void run_status(const Options& options, Child& child) {
+  const Setup setup = options.setup(small_block, 1);
+  RemoteSource source(child, setup);
+  Destination destination(setup, source.metadata());
+  const Transfer ended = destination.pull(source.publish({0}), 1);
+  ended.finish(10s);
+  source.settle();
+  (void)destination.side().agent().take_events();
+  kvf_agent* agent = destination.side().agent().c();
+  constexpr int at_once = 10'000;
+  std::vector<double> polls, takes;
+  wait_for_quiet(options.quiet_s);
+  for (int round = 0; round < 100; ++round) {
+    double begin = now();
+    for (int i = 0; i < at_once; ++i) {
+      if (ended.poll() != KVF_OK) throw std::runtime_error("an ended transfer is not OK any more");
+    }
+    polls.push_back((now() - begin) / at_once * 1e9);
+    begin = now();
+    for (int i = 0; i < at_once; ++i) {
+      kvf_event event;
+      std::size_t n = 0;
+      check(kvf_agent_take_events(agent, &event, sizeof event, 1, &n));
+      if (n != 0) throw std::runtime_error("an event came while nothing was in flight");
+    }
+    takes.push_back((now() - begin) / at_once * 1e9);
+  }
+  report(options, {{"case", "status"},
+                   {"transfer_poll_ns", percentile(polls, 0.5)},
+                   {"take_events_ns", percentile(takes, 0.5)},
+                   {"calls", 100 * at_once}});
+}
+
+void run_idle(const Options& options, Child& child) {
+  const Setup setup = options.setup(small_block, 1);
+  RemoteSource source(child, setup);
+  Destination destination(setup, source.metadata());
+  destination.pull(source.publish({0}), 1).finish(10s);  // everything has been used once
+  source.settle();
+  (void)destination.side().agent().take_events();
+  std::this_thread::sleep_for(1s);
+  const pid_t processes[] = {source.pid(), getpid()};
+  Usage before[2], after[2];
+  for (int i = 0; i < 2; ++i) before[i] = usage(processes[i]);
+  const double begin = now();
+  std::this_thread::sleep_for(std::chrono::duration<double>(options.idle_s));
+  for (int i = 0; i < 2; ++i) after[i] = usage(processes[i]);
+  const double seconds = now() - begin;
+  Json result{{"case", "idle"}, {"seconds", seconds}};
+  double cpu = 0, wakeups = 0;
+  const char* names[] = {"source_", "destination_"};
+  for (int i = 0; i < 2; ++i) {
+    const double ms = after[i].cpu_ms - before[i].cpu_ms;
+    const auto woken = static_cast<double>(after[i].wakeups - before[i].wakeups) / seconds;
+    result[std::string(names[i]) + "cpu_ms"] = ms;
+    result[std::string(names[i]) + "wakeups_per_s"] = woken;
+    cpu += ms;
+    wakeups += woken;
+  }
+  result["cpu_ms"] = cpu;
+  result["wakeups_per_s"] = wakeups;
+  report(options, result);
+}
+
+}  // namespace kvferry::tools
