@@ -180,7 +180,7 @@ TEST(Drain, Lesson47_RefusesNewWorkAndLetsReadersFinish) {
   EXPECT_EQ(duo.rank().line(), "KVF_OK");
 }
 
-TEST(Connect, FromBothSidesAtOnceGivesOneLinkThatWorks) {
+TEST(Connect, Lesson20_FromBothSidesAtOnceGivesOneLinkThatWorks) {
   const Model model;
   auto left = start_rank("left", model);
   for (int round = 0; round < 50; ++round) {

@@ -228,7 +228,10 @@ class Driver {
     if (job.kind == Kind::cancel) {
       job.transfer.cancel();
     } else {
-      sources_[job.source].ask("release " + std::to_string(number));
+      Remote& source = sources_[job.source];
+      source.ask("release " + std::to_string(number));
+      for (int i = 0; i < 20 && source.live().count(number) != 0; ++i) source.ask("look");
+      source.scribble(job.from.blocks, ++version_);
     }
   }
 
@@ -239,6 +242,9 @@ class Driver {
       if (at != jobs_.end()) {
         if (at->second.import_at > now) return;
         if (at->second.generation == sources_[at->second.source].generation) {
+          Remote& source = sources_[at->second.source];
+          source.ask("look");
+          source.scribble(at->second.from.blocks, ++version_);
           import(late_.front());
         } else {  // its ticket is of an engine that is gone
           give_back(at->second, false);
