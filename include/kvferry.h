@@ -1782,7 +1782,8 @@ typedef struct kvf_transceiver_config {
    */
   uint32_t world;
   /**
-   * This rank inside the domain; rank 0 leads.
+   * This rank inside the domain; rank 0 leads. KVF_CONSENSUS_VOTES: the engine's ranks of one
+   * dp index in ascending global rank.
    */
   uint32_t rank;
   /**
@@ -2931,8 +2932,9 @@ KVF_NODISCARD kvf_status kvf_testing_fault(const char *fault) KVF_NOEXCEPT;
  * @param      engine       Its engine.
  * @param[in]  config       Start from KVF_TRANSCEIVER_CONFIG_INIT. Not kept.
  * @param[out] transceiver  Receives the transceiver; end it with kvf_transceiver_destroy().
- * @return KVF_OK; KVF_ERR_UNSUPPORTED for votes of several ranks that the agent cannot carry; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_OUT_OF_RANGE for ranks,
- *         groups or callbacks that contradict each other.
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_OUT_OF_RANGE for ranks, groups or callbacks
+ *         that contradict each other or, with KVF_CONSENSUS_VOTES, the engine; KVF_ERR_DUPLICATE:
+ *         the agent has a voting transceiver of this domain.
  *
  * # Safety
  * @p agent and @p engine must be live, @p config point to `config->struct_size` readable bytes,

@@ -39,7 +39,7 @@ fn a_thread_without_a_failure_has_an_empty_text() {
 
 #[cfg(feature = "testing")]
 #[test]
-fn a_panic_is_a_status_and_a_text_of_this_thread() {
+fn lesson46_a_panic_is_a_status_and_a_text_of_this_thread() {
     assert_eq!(kvf_testing_panic(), kvf_status::KVF_ERR_INTERNAL);
     let mut buf = [0 as c_char; 512];
     // SAFETY: the buffer and its size belong together; the result has its NUL.

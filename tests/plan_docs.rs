@@ -34,7 +34,7 @@ fn example(name: &str) -> Layout {
 }
 
 #[test]
-fn every_example_is_valid() {
+fn lesson62_every_example_is_valid() {
     let all = blocks("json");
     assert_eq!(all.len(), 6);
     for json in all {

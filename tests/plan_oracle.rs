@@ -602,7 +602,7 @@ fn check(numbers: &[u16]) -> Result<(), TestCaseError> {
 }
 
 #[test]
-fn every_byte_arrives_once_and_nothing_else() {
+fn lesson28_50_52_every_byte_arrives_once_and_nothing_else() {
     let cases = std::env::var("PROPTEST_CASES")
         .ok()
         .and_then(|n| n.parse().ok());

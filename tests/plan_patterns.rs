@@ -147,7 +147,7 @@ fn equal_block_major_pools_move_whole_blocks() {
 }
 
 #[test]
-fn one_buffer_moves_planes_layers_and_neighbours_in_one_pattern() {
+fn lesson57_one_buffer_moves_planes_layers_and_neighbours_in_one_pattern() {
     let block = HEADS * 16 * HEAD;
     let p = pair(&engine(1, 16, megatron), &engine(1, 16, megatron), 0);
     // Keys and values are equally spaced like the layers: one axis of 2 x LAYERS.
@@ -272,7 +272,7 @@ fn larger_and_smaller_destination_blocks() {
 }
 
 #[test]
-fn a_state_is_one_pattern_per_run_of_channels() {
+fn lesson36_a_state_is_one_pattern_per_run_of_channels() {
     let engine = |tp: u32| -> Vec<Layout> {
         (0..tp)
             .map(|r| {
@@ -446,7 +446,7 @@ fn stages_without_a_layer_of_a_group_take_no_part() {
 }
 
 #[test]
-fn tables_of_a_window_are_aligned_at_their_end() {
+fn lesson35_tables_of_a_window_are_aligned_at_their_end() {
     let group = |offset, stride| {
         let mut layout = paged(0, 0, 16, Shard::default(), megatron);
         layout.groups[0].ordinals = Ordinals { offset, stride };

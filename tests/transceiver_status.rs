@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvferry::agent::Outcome;
 use kvferry::err;
 use kvferry::error::Status;
-use kvferry::transceiver::{Cancel, Config, Consensus, Direction, ResultKind, Side, Transceiver};
+use kvferry::transceiver::{Cancel, Config, Consensus, ResultKind, Side, Transceiver};
 use transceiver_fake::*;
 
 const ALL: Option<u32> = None;

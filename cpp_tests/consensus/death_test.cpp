@@ -18,7 +18,7 @@ std::vector<std::uint32_t> all_but(std::uint32_t without = world) {
 // Killed ranks are noticed by their process's end, stopped ones by their silence.
 class Death : public ::testing::TestWithParam<int> {
  protected:
-  Death() : ranks(false, GetParam() == SIGSTOP ? 2000ms : 10000ms) { ranks.start(60s); }
+  Death() : ranks(false, GetParam() == SIGSTOP ? 3000ms : 10000ms) { ranks.start(60s); }
 
   void end(std::uint32_t rank) { ranks.stop(rank, GetParam()); }
   std::string next() { return ranks.next(); }

@@ -36,7 +36,10 @@ kvf_status refused(Call call) {
 
 struct Duo {
   explicit Duo(const Model& m = {}, std::uint32_t stages = 1, const std::string& times = "usual")
-      : model(m), source("source", m, stages, times), here(configure("here", times), m) {
+      : Duo(m, m, stages, times) {}
+  Duo(const Model& m, const Model& ours, std::uint32_t stages = 1,
+      const std::string& times = "usual")
+      : model(m), source("source", m, stages, times), here(configure("here", times), ours) {
     source.all("fill 7", "ok");
     connect();
   }

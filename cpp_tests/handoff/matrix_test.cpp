@@ -150,7 +150,7 @@ class Matrix : public ::testing::TestWithParam<Case> {
   }
 };
 
-TEST_P(Matrix, HandsOver) {
+TEST_P(Matrix, Lesson25_HandsOver) {
   hand_over(32);    // copied inside the call where that is possible
   hand_over(2048);  // by kvferry's threads
 }

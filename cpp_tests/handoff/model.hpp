@@ -121,6 +121,9 @@ class Rank {
     return v.base + layer * v.layer_stride + slot * v.slot_stride;
   }
 
+  // Takes the pool back.
+  void unregister() { pool_.unregister_begin(10s); }
+
   // As the source with this seed.
   void fill(std::uint32_t seed) {
     for (std::uint32_t v = 0; v < views_.size(); ++v) {

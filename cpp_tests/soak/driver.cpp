@@ -67,7 +67,7 @@ class Driver {
         restart();
         next_restart += life;
       }
-      if (report_.handoffs >= next_sample) {
+      if (report_.handoffs >= next_sample && undisturbed()) {
         sample();
         next_sample += every;
       }
@@ -228,7 +228,10 @@ class Driver {
     if (job.kind == Kind::cancel) {
       job.transfer.cancel();
     } else {
-      sources_[job.source].ask("release " + std::to_string(number));
+      Remote& source = sources_[job.source];
+      source.ask("release " + std::to_string(number));
+      for (int i = 0; i < 20 && source.live().count(number) != 0; ++i) source.ask("look");
+      source.scribble(job.from.blocks, ++version_);
     }
   }
 
@@ -239,6 +242,9 @@ class Driver {
       if (at != jobs_.end()) {
         if (at->second.import_at > now) return;
         if (at->second.generation == sources_[at->second.source].generation) {
+          Remote& source = sources_[at->second.source];
+          source.ask("look");
+          source.scribble(at->second.from.blocks, ++version_);
           import(late_.front());
         } else {  // its ticket is of an engine that is gone
           give_back(at->second, false);
@@ -342,6 +348,15 @@ class Driver {
     mortal.start();
   }
 
+  // Nothing is being cancelled: whatever is in quarantine now was left there.
+  bool undisturbed() const {
+    return std::all_of(jobs_.begin(), jobs_.end(), [this](const auto& entry) {
+      const Job& job = entry.second;
+      return job.kind != Kind::cancel && job.kind != Kind::release &&
+             job.generation == sources_[job.source].generation;
+    });
+  }
+
   void sample() {
     const auto here = Resources::of(getpid()), there = Resources::of(sources_[0].pid());
     rss_.push_back(static_cast<double>(here.rss_kib + there.rss_kib));
@@ -387,6 +402,8 @@ class Driver {
     };
     report_.rss_slope_percent = slope_percent(half(rss_));
     report_.fds_slope_percent = slope_percent(half(fds_));
+    // Of all slots, since there is nothing in it as a rule.
+    for (auto& slots : quarantine_) slots += kBlocks;
     report_.quarantine_slope_percent = slope_percent(half(quarantine_));
     for (auto& source : sources_) source.end(true);
   }

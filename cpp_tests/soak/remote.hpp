@@ -105,6 +105,17 @@ class Remote {
     }
     return p;
   }
+  // Writes other content into those of the blocks that no publication holds any more, at once.
+  void scribble(const std::vector<std::int32_t>& blocks, std::uint64_t version) {
+    std::string text;
+    for (auto slot : blocks) {
+      const auto s = static_cast<std::uint32_t>(slot);
+      if (uses_[s] != 0) continue;
+      contents_[s] = {version, s};
+      text += " " + std::to_string(slot);
+    }
+    if (!text.empty()) ask("scribble " + std::to_string(version) + text);
+  }
   static std::string words(const Published& p) {
     std::string text = std::to_string(p.state);
     for (auto slot : p.blocks) text += " " + std::to_string(slot);

@@ -7,6 +7,7 @@
 //   push NUMBER OFFER VERSION TOKEN_END STATE SLOTS             "ok"
 //   release NUMBER             "ok"
 //   fill VERSION               every slot
+//   scribble VERSION SLOTS     "ok"; blocks that are free are used for something else
 //   look                       "ok"
 //
 // VERSION 0 leaves the slots as they are; STATE -1 is none.
@@ -55,6 +56,12 @@ class Source {
       in >> version;
       for (std::uint32_t slot = 0; slot < kBlocks; ++slot) store_.fill_block(slot, {version, slot});
       for (std::uint32_t slot = 0; slot < kStates; ++slot) store_.fill_state(slot, {version, slot});
+      return "ok";
+    }
+    if (command == "scribble") {
+      std::uint64_t version = 0;
+      in >> version;
+      for (std::uint32_t slot = 0; in >> slot;) store_.fill_block(slot, {version, slot});
       return "ok";
     }
     if (command == "peer") {

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <kvferry.hpp>
 #include <vector>
@@ -125,6 +127,14 @@ inline kvferry::AgentConfig configure(const std::string& name) {
   config.fingerprint = "soak";
   config.lease = 10s;
   config.transfer = 30s;
+  if (std::getenv("KVF_TEST_LOG") != nullptr) {
+    config.log_level = KVF_LOG_DEBUG;
+    config.log = [name](std::uint32_t level, const char* text) {
+      const auto now = std::chrono::steady_clock::now().time_since_epoch();
+      const auto us = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
+      std::fprintf(stderr, "%lld %s %u %s\n", static_cast<long long>(us), name.c_str(), level, text);
+    };
+  }
   return config;
 }
 

@@ -25,12 +25,21 @@ impl Report {
 }
 
 /// Visits every state of a world, or stops at the first property that fails.
-pub fn run(config: Config) -> Report {
+pub fn exhaust(config: Config) -> Report {
     let threads = std::thread::available_parallelism().map_or(2, |n| n.get());
+    run(config, HasDiscoveries::AnyFailures, threads)
+}
+
+/// Visits the states of a world until this property fails, in a shortest story.
+pub fn find(config: Config, property: &'static str) -> Report {
+    run(config, HasDiscoveries::AnyOf([property].into()), 1)
+}
+
+fn run(config: Config, finish: HasDiscoveries, threads: usize) -> Report {
     let checker = Handoff(config)
         .checker()
         .threads(threads)
-        .finish_when(HasDiscoveries::AnyFailures)
+        .finish_when(finish)
         .spawn_bfs()
         .join();
     let failed = checker

@@ -6,12 +6,12 @@
 
 use std::time::Instant;
 
-use kvferry_models::checks::run;
+use kvferry_models::checks;
 use kvferry_models::world::Config;
 
 fn exhaust(name: &str, config: Config) {
     let started = Instant::now();
-    let report = run(config);
+    let report = checks::exhaust(config);
     println!(
         "{name}: {} states in {:?}",
         report.states,

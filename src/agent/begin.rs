@@ -452,9 +452,7 @@ pub(super) fn check_wants(wants: &Wants, layout: &Layout, state: &State) -> Resu
     for want in &wants.groups {
         check_skip(want)?;
         if !check(want.group, true)? {
-            for slot in want.slots.iter().filter(|slot| **slot != -1) {
-                state.slots.check(want.group, i64::from(*slot))?;
-            }
+            state.slots.check_table(want.group, &want.slots)?;
         }
     }
     for want in &wants.states {
@@ -465,8 +463,7 @@ pub(super) fn check_wants(wants: &Wants, layout: &Layout, state: &State) -> Resu
     Ok(())
 }
 
-/// Replaces "all that were published" by the number, and lets a sliding window start where the
-/// published one does.
+/// Replaces "all that were published" by the number.
 pub(super) fn resolve_ends(wants: &mut Wants, ticket: &wire::Ticket) -> Result<()> {
     for want in &mut wants.groups {
         let published = ticket
@@ -518,20 +515,19 @@ pub(super) fn written_slots(wants: &Wants, layout: &Layout) -> Result<Vec<GroupS
         if group.layers.is_empty() {
             continue;
         }
+        // The entries whose blocks have a token of [skip_token, token_end).
         let per_block = u64::from(group.tokens_per_slot().max(1));
-        let first = group.ordinals.owned_below(want.first_ordinal);
-        let stride = u64::from(group.ordinals.stride.max(1));
-        let mut slots = Vec::with_capacity(want.slots.len());
-        for (i, slot) in want.slots.iter().enumerate() {
-            let ordinal = u64::from(group.ordinals.offset) + (first + i as u64) * stride;
-            let begin = ordinal.saturating_mul(per_block);
-            if *slot >= 0
-                && begin.saturating_add(per_block) > want.skip_token
-                && begin < want.token_end
-            {
-                slots.push(*slot as u32);
-            }
-        }
+        let before = group.ordinals.owned_below(want.first_ordinal);
+        let entry = |ordinal| {
+            let at = group.ordinals.owned_below(ordinal).saturating_sub(before);
+            usize::try_from(at).map_or(want.slots.len(), |at| at.min(want.slots.len()))
+        };
+        let written = match want.skip_token < want.token_end {
+            true => entry(want.skip_token / per_block)..entry(want.token_end.div_ceil(per_block)),
+            false => 0..0,
+        };
+        let held = want.slots[written].iter().filter(|slot| **slot >= 0);
+        let slots = held.map(|slot| *slot as u32).collect();
         all.push((want.group, slots));
     }
     for want in &wants.states {

@@ -869,7 +869,11 @@ fn make_path(
         };
         let dial = serving::dialler(shared, source, door, memory.token.clone());
         let pools = memory.pools.iter().map(|p| (p.id, p.bytes)).collect();
-        let (reason, spin) = (reasons.join("; "), shared.config.spin);
+        let reason = match reasons.as_slice() {
+            [] => "the first one allowed".to_owned(),
+            refused => format!("not {}", refused.join("; not ")),
+        };
+        let spin = shared.config.spin;
         let path = TcpPath::new(name, reason, pools, spin, Box::new(dial));
         match path.prove() {
             Ok(()) => return Ok(Arc::new(path)),

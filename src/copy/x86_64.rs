@@ -334,17 +334,39 @@ fn prefetch<const HINT: i32>(at: *const u8) {
 #[inline(always)]
 unsafe fn line<V: Vector, const STREAM: bool>(dst: *mut u8, src: *const u8) {
     let size = size_of::<V>();
-    let count = LINE / size;
-    // SAFETY: `count` vectors are a line; the index is clamped to them where the line has fewer
-    // than four, and only those are stored.
+    let count = const { LINE / size_of::<V>() };
+    // Written out: a closure is compiled without the processor's features unless it happens to be
+    // inlined, and then every vector goes through memory.
+    // SAFETY: `count` vectors are a line, and `at` stays inside it.
     unsafe {
-        let v = [0, 1, 2, 3].map(|i| V::load(src.add(i.min(count - 1) * size)));
-        for (i, v) in v.into_iter().take(count).enumerate() {
-            if STREAM {
-                v.stream(dst.add(i * size));
-            } else {
-                v.store(dst.add(i * size));
-            }
+        let at = [0, 1 % count, 2 % count, 3 % count];
+        let a = V::load(src);
+        let b = V::load(src.add(at[1] * size));
+        let c = V::load(src.add(at[2] * size));
+        let d = V::load(src.add(at[3] * size));
+        put::<V, STREAM>(a, dst);
+        if count > 1 {
+            put::<V, STREAM>(b, dst.add(size));
+        }
+        if count > 2 {
+            put::<V, STREAM>(c, dst.add(2 * size));
+            put::<V, STREAM>(d, dst.add(3 * size));
+        }
+    }
+}
+
+/// Stores one vector.
+///
+/// # Safety
+/// As [`line`], for one vector.
+#[inline(always)]
+unsafe fn put<V: Vector, const STREAM: bool>(vector: V, dst: *mut u8) {
+    // SAFETY: the caller's promise, passed on.
+    unsafe {
+        if STREAM {
+            vector.stream(dst);
+        } else {
+            vector.store(dst);
         }
     }
 }

@@ -239,8 +239,9 @@ abi_struct!(head kvf_request_record {
 /// @param      engine       Its engine.
 /// @param[in]  config       Start from KVF_TRANSCEIVER_CONFIG_INIT. Not kept.
 /// @param[out] transceiver  Receives the transceiver; end it with kvf_transceiver_destroy().
-/// @return KVF_OK; KVF_ERR_UNSUPPORTED for votes of several ranks that the agent cannot carry; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_OUT_OF_RANGE for ranks,
-///         groups or callbacks that contradict each other.
+/// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_OUT_OF_RANGE for ranks, groups or callbacks
+///         that contradict each other or, with KVF_CONSENSUS_VOTES, the engine; KVF_ERR_DUPLICATE:
+///         the agent has a voting transceiver of this domain.
 ///
 /// # Safety
 /// @p agent and @p engine must be live, @p config point to `config->struct_size` readable bytes,

@@ -60,7 +60,8 @@ pub struct kvf_transceiver_config {
     pub consensus: u32,
     /// Ranks in the scheduling domain (tp x pp x cp inside one dp index); 0 = 1.
     pub world: u32,
-    /// This rank inside the domain; rank 0 leads.
+    /// This rank inside the domain; rank 0 leads. KVF_CONSENSUS_VOTES: the engine's ranks of one
+    /// dp index in ascending global rank.
     pub rank: u32,
     /// KVF_CONSENSUS_COLLECTIVE: members of this rank's tensor group; 0 = 1.
     pub tensor_ranks: u32,

@@ -85,7 +85,8 @@ pub struct Config {
     pub domain: u64,
     /// Ranks in the domain.
     pub world: u32,
-    /// This rank inside the domain; rank 0 leads.
+    /// This rank inside the domain; rank 0 leads. `Votes`: the engine's ranks of one data-parallel
+    /// index in ascending global rank.
     pub rank: u32,
     /// `Votes`: a context request is decided at the latest this long after the first rank knows it.
     pub context_limit: Duration,

@@ -22,7 +22,7 @@ use kvferry::session::reader::Import;
 use kvferry::session::source::Publication;
 use kvferry::session::{End, Now};
 
-pub use step::Step;
+pub use step::{KINDS, Step};
 
 /// A protocol bug that the world can be given: the machines stay, what is around them goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

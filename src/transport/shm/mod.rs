@@ -312,14 +312,12 @@ impl DataPath for ShmPath {
     }
 
     fn reason(&self) -> String {
-        let mapped = self
-            .pools
-            .values()
-            .filter(|p| matches!(p, PeerPool::Mapped(_)));
-        let mapped = mapped.count();
+        let mapped = |pool: &&PeerPool| matches!(pool, PeerPool::Mapped(_));
+        let mapped = self.pools.values().filter(mapped).count();
         format!(
-            "same host ({}): {mapped} pools mapped, {} read by process_vm_readv",
+            "same host, {}; of its {} pools {mapped} mapped, {} read by process_vm_readv",
             self.peer.describe(),
+            self.pools.len(),
             self.pools.len() - mapped
         )
     }

@@ -330,7 +330,7 @@ fn a_stop_is_seen_between_two_calls() {
 }
 
 #[test]
-fn ranges_outside_of_a_pool_are_refused_before_anything_moves() {
+fn lesson53_ranges_outside_of_a_pool_are_refused_before_anything_moves() {
     let source = SourceProcess::start();
     let dst = Destination::new(8192);
     for pool in [MAPPED, PRIVATE] {
@@ -394,7 +394,7 @@ fn a_revoked_lease_is_not_attested_on_either_way() {
 }
 
 #[test]
-fn memory_that_the_source_unmapped_is_named() {
+fn lesson56_memory_that_the_source_unmapped_is_named() {
     let mut source = SourceProcess::start();
     source.order(b'u');
     let half = POOL_BYTES / 2;
@@ -470,7 +470,7 @@ fn another_program_under_the_same_pid_is_not_the_peer() {
 }
 
 #[test]
-fn private_memory_is_not_read_without_the_right_nonce() {
+fn lesson32_private_memory_is_not_read_without_the_right_nonce() {
     let source = SourceProcess::start_with(|leases| {
         leases.view = None;
         leases.nonce[5] ^= 1;
