@@ -40,7 +40,7 @@ Options parse(int argc, char** argv) {
                           {}};
   Options o;
   for (int c; (c = getopt_long(argc, argv, "", known, nullptr)) != -1;) switch (c) {
-      case 'r': o.requests = std::clamp(parse_numbers(optarg)[0], 2u, 14u); break;  // all stay in the cache
+      case 'r': o.requests = std::clamp(parse_numbers(optarg)[0], 3u, 14u); break;  // two share a prefix, all stay in the cache
       case 'n': o.tokens = std::max(parse_numbers(optarg)[0], 1u); break;
       case 'g': o.gap_ms = std::max(parse_numbers(optarg)[0], 1u); break;
       case 'h': o.engine.hybrid = true; break;
