@@ -24,6 +24,23 @@ foreach(_file IN LISTS _files)
   kvf_rust_test(${_name} --test ${_name})
 endforeach()
 
+# The state machines and queues under model checkers: a crate of its own with a target directory of
+# its own, in a faster profile. Its lock file follows the library's dependencies by itself.
+set(_models ${CMAKE_COMMAND} -E env "CARGO_TARGET_DIR=${PROJECT_BINARY_DIR}/cargo-models"
+    ${KVFERRY_CARGO_ENV} "${KVFERRY_CARGO}" test)
+add_test(NAME rust.models.build COMMAND ${_models} --no-run
+         WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}/models")
+set_tests_properties(rust.models.build PROPERTIES LABELS rust TIMEOUT 1800 RESOURCE_LOCK cargo
+  FIXTURES_SETUP models_built)
+add_test(NAME rust.models COMMAND ${_models} --no-fail-fast
+         WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}/models")
+set_tests_properties(rust.models PROPERTIES LABELS rust TIMEOUT 900 PROCESSORS 2
+  FIXTURES_REQUIRED models_built)
+add_test(NAME rust.models.long COMMAND ${_models} --test handoff --test random -- --include-ignored
+         WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}/models")
+set_tests_properties(rust.models.long PROPERTIES LABELS long TIMEOUT 3600 PROCESSORS 2
+  FIXTURES_REQUIRED models_built ENVIRONMENT "KVFERRY_SEQUENCES=10000")
+
 # The C interface from Rust under Miri, which sees what no C++ test can: a byte read past the
 # caller's struct, a handle used after its end. Tests with files, threads' clocks or sockets are
 # marked #[cfg_attr(miri, ignore)].

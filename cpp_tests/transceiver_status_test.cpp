@@ -340,10 +340,8 @@ TEST_F(CacheTransceiverTest, WhatIsNotServedSaysSo) {
   EXPECT_EQ(status([&] { t.prepareContextRequests({}); }), KVF_ERR_UNSUPPORTED);
   EXPECT_EQ(status([&] { t.apply({}); }), KVF_ERR_STATE);
   EXPECT_EQ(status([&] { t.record(kvferry::key(99)); }), KVF_ERR_NOT_FOUND);
-  kvferry::CacheTransceiverConfig push;
-  push.direction = KVF_DIRECTION_PUSH;
-  EXPECT_EQ(status([&] { kvferry::CacheTransceiver(context.agent, context.engine, push); }),
-            KVF_ERR_UNSUPPORTED);
+  EXPECT_EQ(status([&] { t.offer(kvferry::key(99)); }), KVF_ERR_NOT_FOUND);
+  EXPECT_EQ(t.records(), "");
 }
 
 TEST_F(CacheTransceiverTest, DrainAndShutdownLeaveNothingBehind) {

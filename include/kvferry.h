@@ -90,7 +90,7 @@
 #define KVF_DIRECTION_PULL 0
 
 /**
- * The source writes. Not served yet.
+ * The source sends into slots that the destination opens. Not for transceivers yet.
  */
 #define KVF_DIRECTION_PUSH 1
 
@@ -313,6 +313,16 @@
  * Bytes that each result adds to a decision at most.
  */
 #define KVF_DECISION_RESULT_BYTES 48
+
+/**
+ * A JSON object a line.
+ */
+#define KVF_RECORDS_JSON_LINES 0
+
+/**
+ * Comma-separated values, the names in the first line.
+ */
+#define KVF_RECORDS_CSV 1
 
 /**
  * Nothing to move: nothing was submitted.
@@ -581,7 +591,8 @@ typedef struct kvf_agent_config {
    */
   size_t num_affinity;
   /**
-   * Allowed transports, as in `"shm,tcp"`; NULL = all. The environment variable
+   * Allowed transports, as in `"shm,tcp"`, of inproc, shm, unix and tcp (ucx and cuda_ipc are
+   * known and not served yet); NULL = all. The environment variable
    * `KVFERRY_TRANSPORTS` narrows it further.
    */
   const char *transports;
@@ -1741,7 +1752,8 @@ typedef struct kvf_transceiver_config {
    */
   uint32_t abi_version;
   /**
-   * KVF_DIRECTION_*; KVF_DIRECTION_PUSH is KVF_ERR_UNSUPPORTED for now.
+   * KVF_DIRECTION_*. Pull: the context side's ticket travels to the generation side; push: the
+   * generation side's offer travels to the context side.
    */
   uint32_t direction;
   /**
@@ -1770,7 +1782,8 @@ typedef struct kvf_transceiver_config {
    */
   uint32_t world;
   /**
-   * This rank inside the domain; rank 0 leads.
+   * This rank inside the domain; rank 0 leads. KVF_CONSENSUS_VOTES: the engine's ranks of one
+   * dp index in ascending global rank.
    */
   uint32_t rank;
   /**
@@ -1839,15 +1852,15 @@ typedef struct kvf_receive_request {
    */
   struct kvf_key key;
   /**
-   * The engine that the ticket comes from.
+   * The engine that the ticket comes from; push: the one that will answer the offer.
    */
   const struct kvf_peer *peer;
   /**
-   * The ticket's bytes. Not kept.
+   * The ticket's bytes. Not kept. Push: NULL; the request makes an offer.
    */
   const void *ticket;
   /**
-   * Their number.
+   * Their number; push: 0.
    */
   size_t ticket_bytes;
   /**
@@ -2023,6 +2036,18 @@ typedef struct kvf_request_record {
    * Data path, empty if none was needed; NUL-terminated.
    */
   char transport[16];
+  /**
+   * The first byte on this rank; context side: the first reader's contact.
+   */
+  uint64_t first_byte_ns;
+  /**
+   * The last byte on this rank, not attested yet; context side: the last reader's end.
+   */
+  uint64_t last_byte_ns;
+  /**
+   * `bytes` in the time between those two, in GB/s; 0 = nothing was moved.
+   */
+  double gb_per_s;
 } kvf_request_record;
 
 /**
@@ -2230,13 +2255,17 @@ kvf_status kvf_agent_quarantine(const struct kvf_agent *agent,
 KVF_NOEXCEPT;
 
 /**
- * Gives the agent's metrics in Prometheus' text format. Not served yet.
+ * Gives the agent's metrics in Prometheus' text format (version 0.0.4): bytes, reads and
+ * transfers by outcome and cause, queue and copy times, patterns, bytes that prefixes saved,
+ * leases, quarantine and late notices, by peer and transport. docs/metrics.md lists them.
+ *
+ * Given whole or not at all. Numbers grow: give @p buf some room beyond an earlier @p needed.
  *
  * @param      agent   The agent.
  * @param[out] buf     Receives the NUL-terminated text; may be NULL when @p cap is 0.
  * @param      cap     Size of @p buf in bytes; 0 only asks for the size.
- * @param[out] needed  Receives the size with the NUL; may be NULL.
- * @return KVF_ERR_UNSUPPORTED.
+ * @param[out] needed  Receives the size with the NUL, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small.
  *
  * # Safety
  * @p agent must be live, @p buf point to @p cap writable bytes, @p needed be NULL or writable.
@@ -2903,9 +2932,9 @@ KVF_NODISCARD kvf_status kvf_testing_fault(const char *fault) KVF_NOEXCEPT;
  * @param      engine       Its engine.
  * @param[in]  config       Start from KVF_TRANSCEIVER_CONFIG_INIT. Not kept.
  * @param[out] transceiver  Receives the transceiver; end it with kvf_transceiver_destroy().
- * @return KVF_OK; KVF_ERR_UNSUPPORTED for KVF_DIRECTION_PUSH and for votes of several ranks that
- *         the agent cannot carry; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_OUT_OF_RANGE for ranks,
- *         groups or callbacks that contradict each other.
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_OUT_OF_RANGE for ranks, groups or callbacks
+ *         that contradict each other or, with KVF_CONSENSUS_VOTES, the engine; KVF_ERR_DUPLICATE:
+ *         the agent has a voting transceiver of this domain.
  *
  * # Safety
  * @p agent and @p engine must be live, @p config point to `config->struct_size` readable bytes,
@@ -3072,7 +3101,8 @@ KVF_NOEXCEPT;
 
 /**
  * Fetches what a ticket offers into a request's slots. Never blocks; how it went is told by
- * kvf_transceiver_check_gen_transfer_status().
+ * kvf_transceiver_check_gen_transfer_status(). Push: offers the slots; kvf_transceiver_offer()
+ * gives the bytes that travel to the context side.
  *
  * @param     transceiver  The transceiver.
  * @param[in] request      Start from KVF_RECEIVE_REQUEST_INIT. Nothing of it is kept.
@@ -3214,6 +3244,77 @@ kvf_status kvf_transceiver_error_text(const struct kvf_transceiver *transceiver,
                                       char *buf,
                                       size_t cap,
                                       size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Push: sends a prefilled request's slots into what the generation side has offered. The key is
+ * the offer's. Never blocks; how it went is told by
+ * kvf_transceiver_check_context_transfer_status().
+ *
+ * An offer is one generation rank's, so a context rank feeds one generation rank; every context
+ * rank that holds a part of it pushes with the same bytes. Where a context rank must feed
+ * several, use KVF_DIRECTION_PULL.
+ *
+ * @param     transceiver  A transceiver made with KVF_DIRECTION_PUSH.
+ * @param[in] request      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept. `deadline_ns` 0 =
+ *                         the transceiver's `transfer_ns`.
+ * @return KVF_OK; KVF_ERR_STATE for a transceiver made for pull, and when the domain ended the
+ *         request before it came; KVF_ERR_DUPLICATE while the key is in use here;
+ *         KVF_ERR_GROUP_LOST, KVF_ERR_SHUTDOWN; otherwise as kvf_push_begin(). Nothing has changed
+ *         then.
+ *
+ * # Safety
+ * @p transceiver and `request->peer` must be live, @p request point to `request->struct_size`
+ * readable bytes and its pointers to what they say.
+ */
+kvf_status kvf_transceiver_push_async(struct kvf_transceiver *transceiver,
+                                      const struct kvf_push_desc *request)
+KVF_NOEXCEPT;
+
+/**
+ * Push: gives the offer of a receive that is in flight. It travels to the context side, which
+ * answers it by kvf_transceiver_push_async().
+ *
+ * @param      transceiver  The transceiver.
+ * @param      key          The request.
+ * @param[out] buf          Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_offer(const struct kvf_transceiver *transceiver,
+                                 struct kvf_key key,
+                                 void *buf,
+                                 size_t cap,
+                                 size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the records of the last ended requests as text: request, side, outcome, cause, times
+ * (queued, first byte, last byte, attested, decided, safe), bytes, GB/s, transport. Takes nothing
+ * away. Times are in ns since the request's call, `queued_ns` since the transceiver was made.
+ *
+ * @param      transceiver  The transceiver.
+ * @param      format       KVF_RECORDS_*.
+ * @param[out] buf          Receives the NUL-terminated text; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size with the NUL, also when @p buf is too small; may be
+ *                          NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_records_text(const struct kvf_transceiver *transceiver,
+                                        uint32_t format,
+                                        char *buf,
+                                        size_t cap,
+                                        size_t *needed)
 KVF_NOEXCEPT;
 
 /**
@@ -3544,7 +3645,7 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
      sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0, 0, 0}
 #define KVF_REQUEST_RECORD_INIT \
     {sizeof(kvf_request_record), KVF_ABI_VERSION, 0, {0, 0, 0}, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
-     {0}}
+     {0}, 0, 0, 0.0}
 #define KVF_REQUEST_RESULT_INIT {{0, 0, 0}, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define KVF_SECTION_DESC_INIT {NULL, 0, 0}
 #define KVF_SLOT_REF_INIT {0, 0}

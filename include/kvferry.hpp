@@ -110,6 +110,22 @@ std::string collect_text(Get get) {
   return text;
 }
 
+// The same for a text that may grow between two calls.
+template <class Get>
+std::string growing_text(Get get) {
+  std::string text;
+  std::size_t needed = 0;
+  check(get(nullptr, 0, &needed));
+  kvf_status status = KVF_ERR_OUT_OF_RANGE;
+  while (status == KVF_ERR_OUT_OF_RANGE) {
+    text.resize(needed + 1024);
+    status = get(&text[0], text.size(), &needed);
+  }
+  check(status);
+  text.resize(needed - 1);
+  return text;
+}
+
 }  // namespace detail
 
 // What every class here has: one handle, moved, never copied, destroyed at its end.
@@ -470,6 +486,28 @@ struct Push {
   std::uint64_t prefix_tag = 0, user_data = 0;
 };
 
+namespace detail {
+// Points into its arguments.
+inline kvf_push_desc push_desc(const Peer& peer, const Bytes& offer, const Push& what) {
+  kvf_push_desc desc = KVF_PUSH_DESC_INIT;
+  desc.peer = peer.c();
+  desc.offer = offer.data();
+  desc.offer_bytes = offer.size();
+  desc.groups = what.groups.data();
+  desc.num_groups = what.groups.size();
+  desc.states = what.states.data();
+  desc.num_states = what.states.size();
+  desc.stream = what.stream;
+  desc.deadline_ns = detail::ns(what.deadline);
+  desc.aux = what.aux.data();
+  desc.aux_bytes = what.aux.size();
+  desc.priority = what.priority;
+  desc.prefix_tag = what.prefix_tag;
+  desc.user_data = what.user_data;
+  return desc;
+}
+}  // namespace detail
+
 // kvf_agent.
 class Agent {
  public:
@@ -546,6 +584,12 @@ class Agent {
   Bytes metadata() const {
     return detail::collect<Bytes>([this](void* buf, std::size_t cap, std::size_t* needed) {
       return kvf_agent_metadata(agent_, buf, cap, needed);
+    });
+  }
+  // Prometheus' text format.
+  std::string metrics_text() const {
+    return detail::growing_text([this](char* buf, std::size_t cap, std::size_t* needed) {
+      return kvf_metrics_text(agent_, buf, cap, needed);
     });
   }
   std::vector<kvf_quarantined_slot> quarantine() const {
@@ -714,21 +758,7 @@ class Agent {
   }
   // kvf_push_begin().
   Transfer push_begin(const Peer& peer, const Bytes& offer, const Push& what) {
-    kvf_push_desc desc = KVF_PUSH_DESC_INIT;
-    desc.peer = peer.c();
-    desc.offer = offer.data();
-    desc.offer_bytes = offer.size();
-    desc.groups = what.groups.data();
-    desc.num_groups = what.groups.size();
-    desc.states = what.states.data();
-    desc.num_states = what.states.size();
-    desc.stream = what.stream;
-    desc.deadline_ns = detail::ns(what.deadline);
-    desc.aux = what.aux.data();
-    desc.aux_bytes = what.aux.size();
-    desc.priority = what.priority;
-    desc.prefix_tag = what.prefix_tag;
-    desc.user_data = what.user_data;
+    const kvf_push_desc desc = detail::push_desc(peer, offer, what);
     return Transfer(make<Transfer::Owner>(kvf_push_begin, agent_, &desc));
   }
 

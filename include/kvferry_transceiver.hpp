@@ -34,7 +34,7 @@ struct CacheTransceiverConfig {
   std::uint32_t records = 0;
 };
 
-// kvf_receive_request.
+// kvf_receive_request. Direction push: without a ticket.
 struct ReceiveRequest {
   kvf_key key = KVF_KEY_INIT;
   const Peer* peer = nullptr;
@@ -138,6 +138,17 @@ class CacheTransceiver {
     bytes.resize(needed);
     return bytes;
   }
+  // kvf_transceiver_push_async(): answers the offer of a generation rank (direction push).
+  void respondAndSendAsync(const Peer& peer, const Bytes& offer, const Push& what) {
+    const kvf_push_desc request = detail::push_desc(peer, offer, what);
+    check(kvf_transceiver_push_async(c(), &request));
+  }
+  // Direction push: the bytes of a receive in flight, for the context side.
+  Bytes offer(kvf_key key) const {
+    return detail::collect<Bytes>([&](void* buf, std::size_t cap, std::size_t* needed) {
+      return kvf_transceiver_offer(c(), key, buf, cap, needed);
+    });
+  }
   // KVF_ERR_UNSUPPORTED for now.
   void respondAndSendLayerWise() {
     check(kvf_transceiver_respond_and_send_layer_wise(c(), nullptr));
@@ -205,6 +216,12 @@ class CacheTransceiver {
     kvf_request_record record = KVF_REQUEST_RECORD_INIT;
     check(kvf_transceiver_record(c(), key, &record));
     return record;
+  }
+  // kvf_transceiver_records_text(): KVF_RECORDS_JSON_LINES or KVF_RECORDS_CSV.
+  std::string records(std::uint32_t format = KVF_RECORDS_JSON_LINES) const {
+    return detail::growing_text([&](char* buf, std::size_t cap, std::size_t* needed) {
+      return kvf_transceiver_records_text(c(), format, buf, cap, needed);
+    });
   }
   // The bytes that the publisher attached.
   Bytes aux(kvf_key key) const {

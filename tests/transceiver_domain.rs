@@ -467,6 +467,73 @@ fn when_the_leader_dies_undecided_requests_fail_and_decided_ones_stand() {
 }
 
 #[test]
+fn a_limit_is_noticed_without_a_status_call() {
+    for side in Side::ALL {
+        let v = Votes::with(side, 3, true, Duration::from_millis(50));
+        v.begin(1);
+        v.ranks[0].begin(2).unwrap();
+        // One alarm for the first limit, not one per request.
+        let asked = v.ranks[0].fake.alarms.lock().unwrap().clone();
+        assert_eq!(asked.len(), 1);
+        assert!(asked[0] <= Duration::from_millis(50), "{asked:?}");
+        v.ranks.iter().for_each(|r| r.fake.op(1).end(done()));
+        assert_eq!(v.iterate(), vec![succeeded(1)]);
+        v.ranks[0].fake.op(2).end(done());
+        assert!(!v.ranks[0].fd_readable());
+        std::thread::sleep(Duration::from_millis(60));
+        v.domain.alarm(0);
+        assert!(v.ranks[0].fd_readable());
+        let (_, out) = v.leader();
+        assert_eq!((out[0].key, out[0].rank), (key(2), 1));
+        assert_eq!(out[0].cause, Status::KVF_ERR_DEADLINE);
+    }
+}
+
+#[test]
+fn decisions_that_travel_while_the_leader_dies_stand() {
+    on_both_domains(3, |v| {
+        v.begin(1);
+        v.begin(2);
+        v.ranks.iter().for_each(|r| r.fake.op(1).end(done()));
+        let decision = v.leader().0.decision;
+        v.domain.kill(0);
+        // There is something to take, but what the engine still has comes first.
+        for rank in 1..3 {
+            assert!(v.ranks[rank].fd_readable());
+            assert_eq!(told(&v.apply(rank, &decision)), vec![succeeded(1)]);
+            assert!(v.ranks[rank].fd_readable());
+            let mut out = Vec::new();
+            v.ranks[rank].t.apply(&[], 8, &mut out).unwrap();
+            let causes: Vec<_> = out.iter().map(|r| (r.key, r.cause)).collect();
+            assert_eq!(causes, vec![(key(2), Status::KVF_ERR_GROUP_LOST)]);
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_was_given_up_and_lives_keeps_its_own_memory() {
+    on_both_domains(3, |v| {
+        v.begin(1);
+        v.ranks[2].fake.op(1).hold();
+        v.domain.kill(2);
+        let (outcome, _) = v.leader();
+        v.ranks[1].fake.op(1).end(failed());
+        v.ranks[0].fake.op(1).end(failed());
+        let (reclaim, out) = v.leader();
+        assert_eq!(out[0].kind, ResultKind::MemorySafe);
+        // The others' RECLAIM does not speak for it.
+        let out = v.apply(2, &outcome.decision);
+        assert_eq!((out.len(), out[0].memory_safe), (1, false));
+        assert_eq!(v.apply(2, &reclaim.decision), vec![]);
+        assert!(v.ranks[2].t.has_inflight(key(1)));
+        v.ranks[2].fake.op(1).end(failed());
+        let out = v.ranks[2].sweep();
+        assert_eq!(out[0].kind, ResultKind::MemorySafe);
+        assert!(!v.ranks[2].t.has_inflight(key(1)));
+    });
+}
+
+#[test]
 fn a_request_that_was_ended_before_it_came_is_refused_once() {
     on_both_domains(2, |v| {
         v.ranks[0].begin(1).unwrap();

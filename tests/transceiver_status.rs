@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvferry::agent::Outcome;
 use kvferry::err;
 use kvferry::error::Status;
-use kvferry::transceiver::{Cancel, Config, Consensus, Direction, ResultKind, Side, Transceiver};
+use kvferry::transceiver::{Cancel, Config, Consensus, ResultKind, Side, Transceiver};
 use transceiver_fake::*;
 
 const ALL: Option<u32> = None;
@@ -828,11 +828,6 @@ fn records_follow_a_request_beyond_its_end() {
 #[test]
 fn what_is_not_served_or_contradicts_is_refused() {
     let refused = |config: Config| Transceiver::with_port(FakePort::default(), config).unwrap_err();
-    let push = Config {
-        direction: Direction::Push,
-        ..Config::default()
-    };
-    assert_eq!(refused(push).status, Status::KVF_ERR_UNSUPPORTED);
     let unset = Config {
         transfer: Duration::ZERO,
         ..Config::default()

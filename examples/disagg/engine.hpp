@@ -66,6 +66,7 @@ struct GroupSlots {
   std::vector<std::uint32_t> slots;  // state: exactly one
   std::uint64_t token_begin = 0;     // paged: tokens held in `slots`; a window starts late
   std::uint64_t token_end = 0;       // state: the token count it stands for
+  std::uint64_t skip = 0;            // destination: tokens below it are in `slots` already
 };
 using SequenceSlots = std::vector<GroupSlots>;
 
@@ -73,6 +74,12 @@ using SequenceSlots = std::vector<GroupSlots>;
 struct SequenceShape {
   std::uint64_t tokens = 0;       // tokens in the cache
   std::uint64_t image_bytes = 0;  // opaque engines only: size of the sequence's image
+};
+
+// Tokens that a sequence here shares with one that is to come: its first blocks are used by both.
+struct SharedPrefix {
+  SequenceId sequence = 0;
+  std::uint64_t tokens = 0;  // 0 = nothing is shared
 };
 
 // One rank of one engine. Not thread-safe, errors are exceptions (std::runtime_error).
@@ -96,8 +103,11 @@ class Engine {
   // until `free` or `decode` of the same sequence.
   virtual SequenceSlots export_slots(SequenceId id, SequenceShape* shape) = 0;
 
-  // Takes slots for a sequence that comes from elsewhere.
-  virtual SequenceSlots reserve(SequenceId id, const SequenceShape& shape) = 0;
+  // Takes slots for a sequence that comes from elsewhere. Whole blocks of the prefix are not taken
+  // again: they are the other sequence's, and `GroupSlots::skip` says how far they go. Groups (and
+  // engines) that cannot share are given whole.
+  virtual SequenceSlots reserve(SequenceId id, const SequenceShape& shape, const SharedPrefix& prefix) = 0;
+  SequenceSlots reserve(SequenceId id, const SequenceShape& shape) { return reserve(id, shape, {}); }
   // The reserved slots are filled: the sequence can be decoded. False if the engine itself can see
   // that the bytes are not a cache; the sequence is then empty, at the same position.
   virtual bool resume(SequenceId id) = 0;

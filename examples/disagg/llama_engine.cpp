@@ -126,7 +126,7 @@ class LlamaEngine final : public Engine {
     return slots(s);
   }
 
-  SequenceSlots reserve(SequenceId id, const SequenceShape& shape) override {
+  SequenceSlots reserve(SequenceId id, const SequenceShape& shape, const SharedPrefix&) override {
     Sequence& s = create(id);
     s.tokens = shape.tokens;
     place(s, shape.image_bytes);

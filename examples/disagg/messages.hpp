@@ -25,6 +25,15 @@ enum class Kind : std::uint32_t {
   finish,           // orchestrator to prefill: wait for the reader, free the sequence
   finished,         // prefill: how the publication ended
   failed,           // rank: the reason; it exits after this
+  // of disagg_service, both ways in no fixed order
+  request,          // orchestrator to prefill: key, prompt
+  offered,          // prefill: key, ticket, shape, when published, seconds of the prefill
+  go_on,            // orchestrator to decode: key, prompt, ticket, shape, tokens to generate
+  cancel,           // orchestrator to both: key
+  context_ended,    // prefill: key, outcome; the slots are free again
+  generated,        // decode: key, outcome, tokens, when decodable, bytes, prefix tokens, seconds
+  report,           // orchestrator to both: say how it went
+  reported,         // both: metrics, records
 };
 
 // What a decode run does to the cache before it goes on from it.
@@ -71,6 +80,7 @@ class Channel {
   // A message of this kind. A `failed` message becomes an exception with its text.
   Message expect(Kind kind, std::chrono::milliseconds timeout);
   const std::string& peer() const { return peer_; }
+  int descriptor() const { return in_; }
 
  private:
   bool read_all(void* to, std::size_t size, std::chrono::steady_clock::time_point deadline);

@@ -142,6 +142,7 @@ PagedCache::PagedCache(const EngineOptions& options, const Shard& shard)
     std::iota(free.begin(), free.end(), 0u);
     for (std::size_t i = free.size(); i > 1; --i) std::swap(free[i - 1], free[numbers() % i]);
     unused_.push_back(std::move(free));
+    sharers_.emplace_back();
   }
 }
 
@@ -170,7 +171,27 @@ void PagedCache::free(SequenceId id) {
   sequences_.erase(id);
 }
 
-void PagedCache::release(std::uint32_t group, std::uint32_t block) { unused_[group].push_back(block); }
+void PagedCache::release(std::uint32_t group, std::uint32_t block) {
+  const auto shared = sharers_[group].find(block);
+  if (shared == sharers_[group].end()) {
+    unused_[group].push_back(block);
+  } else if (--shared->second == 0) {
+    sharers_[group].erase(shared);
+  }
+}
+
+void PagedCache::share(Sequence& s, const Sequence& with, std::uint64_t tokens) {
+  for (std::uint32_t g = 0; g < s.tables.size(); ++g) {
+    const Group& group = cache_.groups[g];
+    if (!group.paged || group.window) continue;
+    const std::uint64_t blocks = tokens / group.tokens_per_block;
+    if (blocks > with.tables[g].blocks.size()) fail("a prefix is longer than the sequence it is of");
+    for (std::uint64_t b = 0; b < blocks; ++b) {
+      s.tables[g].blocks.push_back(with.tables[g].blocks[b]);
+      ++sharers_[g][with.tables[g].blocks[b]];
+    }
+  }
+}
 
 void PagedCache::grow(Sequence& s, std::uint64_t tokens, bool skip_window) {
   s.tokens = tokens;

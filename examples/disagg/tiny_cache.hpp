@@ -43,6 +43,9 @@ class PagedCache {
   Sequence& at(SequenceId id);
   void free(SequenceId id);
 
+  // Lets an empty sequence begin with the whole blocks of another one's first tokens, where a group
+  // keeps all of them (no window, no state).
+  void share(Sequence& sequence, const Sequence& with, std::uint64_t tokens);
   // Makes room for tokens up to `tokens`. With `skip_window`, blocks that a window has already left
   // behind get no slot.
   void grow(Sequence& sequence, std::uint64_t tokens, bool skip_window);
@@ -66,6 +69,7 @@ class PagedCache {
   std::vector<std::uint32_t> group_of_;
   std::vector<std::int32_t> local_layer_;
   std::vector<std::deque<std::uint32_t>> unused_;  // per group
+  std::vector<std::map<std::uint32_t, std::uint32_t>> sharers_;  // per group: block, users beyond the first
   std::map<SequenceId, Sequence> sequences_;
 };
 

@@ -63,10 +63,17 @@ class TinyEngine final : public Engine {
     return cache_.slots(s);
   }
 
-  SequenceSlots reserve(SequenceId id, const SequenceShape& shape) override {
+  using Engine::reserve;
+  SequenceSlots reserve(SequenceId id, const SequenceShape& shape, const SharedPrefix& prefix) override {
     Sequence& s = cache_.create(id);
+    if (prefix.tokens > 0) cache_.share(s, cache_.at(prefix.sequence), std::min(prefix.tokens, shape.tokens));
+    SequenceSlots shared = cache_.slots(s);
     cache_.grow(s, shape.tokens, true);
-    return cache_.slots(s);
+    SequenceSlots slots = cache_.slots(s);
+    for (std::size_t g = 0; g < slots.size(); ++g)
+      if (slots[g].paged && !shared[g].slots.empty())
+        slots[g].skip = shared[g].slots.size() * cache_.description().groups[g].tokens_per_block;
+    return slots;
   }
   bool resume(SequenceId id) override {
     cache_.at(id);

@@ -34,6 +34,7 @@ class kvf_agent_config(Structure):
         ("log_level", c_uint32),
         ("log", c_void_p),
         ("log_arg", c_void_p),
+        ("spin_ns", c_uint64),
     ]
 
 

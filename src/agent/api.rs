@@ -287,6 +287,10 @@ pub struct TransferInfo {
     pub submitted: u32,
     /// Nanoseconds from begin to the outcome; 0 while pending.
     pub elapsed_ns: u64,
+    /// From begin to the first byte; 0 = none was copied yet. Push: to the first reader.
+    pub first_byte_ns: u64,
+    /// From begin to the last byte so far, not attested yet. Push: to the last reader's end.
+    pub last_byte_ns: u64,
     /// Data path, `""` if none was needed.
     pub transport: &'static str,
     /// One entry per group and state of the descriptor.
@@ -308,6 +312,12 @@ pub struct PublicationInfo {
     pub readers_done: u32,
     /// Readers that the plan expects; 0 = not known before the first one.
     pub readers_expected: u32,
+    /// Bytes that readers say they took.
+    pub bytes: u64,
+    /// From the publication to its first reader; 0 = none yet.
+    pub first_byte_ns: u64,
+    /// From the publication to the last reader's end so far; 0 = none yet.
+    pub last_byte_ns: u64,
 }
 
 /// Whether and how a peer can be used.

@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use super::api::{
@@ -13,6 +13,7 @@ use super::api::{
 };
 use super::cells::{Cell, Observer};
 use super::control::Command;
+use super::count::saved_bytes;
 use super::metadata::incarnation;
 use super::notices::Finished;
 use super::peers::PeerShared;
@@ -26,7 +27,8 @@ use crate::error::{Result, Status};
 use crate::ids::{Epoch, PublicationId};
 use crate::layout::{GroupKind, Layout};
 use crate::memory::Lease;
-use crate::observe::fault;
+use crate::observe::metrics::Operation;
+use crate::observe::{Times, fault};
 use crate::plan::{Binding, Pair, Request};
 use crate::session::End;
 use crate::transport::ReadJob;
@@ -57,8 +59,12 @@ pub(super) struct ImportCell {
     pub aux: Mutex<Vec<u8>>,
     pub slots: Vec<GroupSlots>,
     pub pools: Vec<u32>,
-    pub started: std::time::Instant,
+    pub times: Arc<Times>,
     pub elapsed_ns: AtomicU64,
+    /// Import or receive, for the metrics.
+    pub kind: Operation,
+    /// From whom, and how many bytes, a prefix saved; not set if none.
+    pub saved: OnceLock<(String, u64)>,
 }
 
 impl ImportCell {
@@ -80,7 +86,7 @@ impl ImportCell {
     }
 
     pub fn ended_now(&self) {
-        let ns = self.started.elapsed().as_nanos().max(1) as u64;
+        let ns = self.times.elapsed().as_nanos().max(1) as u64;
         let _ = self
             .elapsed_ns
             .compare_exchange(0, ns, Ordering::Relaxed, Ordering::Relaxed);
@@ -92,6 +98,8 @@ impl ImportCell {
         info.submitted = submitted.iter().filter(|s| **s).count() as u32;
         drop(submitted);
         info.elapsed_ns = self.elapsed_ns.load(Ordering::Relaxed);
+        info.first_byte_ns = self.times.first_ns();
+        info.last_byte_ns = self.times.last_ns();
         info.transport = *super::lock(&self.transport);
         let bytes = super::lock(&self.part_bytes).clone();
         info.bytes_total = bytes.iter().sum();
@@ -154,7 +162,7 @@ pub(super) fn import(
     let mut state = shared.lock();
     let own = state.engine()?;
     let pairs: Vec<Arc<Pair>> = peer
-        .plan
+        .inward()?
         .sources_of(own.index, ticket.dp_rank)?
         .cloned()
         .collect();
@@ -224,6 +232,14 @@ pub(super) fn import(
         }
         jobs.push(job);
     }
+    let saved = OnceLock::new();
+    match saved_bytes(&wants, &layout, &ticket) {
+        0 => {}
+        bytes => {
+            let peer = peer.routes.first().map(|route| route.name.clone());
+            let _ = saved.set((peer.unwrap_or_default(), bytes)); // new, so it was not set
+        }
+    }
     let cell = Arc::new(ImportCell {
         cell: Cell::new(
             id,
@@ -242,8 +258,10 @@ pub(super) fn import(
         aux: Mutex::new(ticket.aux),
         slots,
         pools,
-        started: std::time::Instant::now(),
+        times: Arc::new(Times::begin()),
         elapsed_ns: AtomicU64::new(0),
+        kind: Operation::Import,
+        saved,
     });
     if wants_nothing(&wants) {
         end_empty(shared, &cell, &jobs);
@@ -295,12 +313,15 @@ fn run_small(
         if bytes > path.inline_bytes() {
             return false;
         }
-        ready.push((path, job.clone(), &new.parts));
+        ready.push((path, job.clone(), &new.parts, new.pair.src));
     }
     let mut end = End::ok();
-    for (path, job, parts) in ready {
+    for (path, job, parts, src) in ready {
         cell.submit(parts, path.name());
-        end = run_inline(&*path, &job);
+        let (times, peer) = (&*cell.times, &peer.routes[src].name);
+        let queued = times.copying();
+        end = run_inline(&*path, &job, times);
+        shared.count_read(peer, &*path, &job, times, queued, &end);
         if !end.is_ok() {
             break;
         }
@@ -319,6 +340,7 @@ fn end_here(shared: &Arc<Shared>, cell: &Arc<ImportCell>, jobs: &[NewJob], end: 
     });
     let told: Vec<Finished> = told.collect();
     cell.ended_now();
+    shared.count_import(cell, &end);
     cell.settle();
     let idle = {
         let mut state = shared.lock();
@@ -428,10 +450,9 @@ pub(super) fn check_wants(wants: &Wants, layout: &Layout, state: &State) -> Resu
         Ok(held.layers.is_empty())
     };
     for want in &wants.groups {
+        check_skip(want)?;
         if !check(want.group, true)? {
-            for slot in want.slots.iter().filter(|slot| **slot != -1) {
-                state.slots.check(want.group, i64::from(*slot))?;
-            }
+            state.slots.check_table(want.group, &want.slots)?;
         }
     }
     for want in &wants.states {
@@ -442,8 +463,7 @@ pub(super) fn check_wants(wants: &Wants, layout: &Layout, state: &State) -> Resu
     Ok(())
 }
 
-/// Replaces "all that were published" by the number, and lets a sliding window start where the
-/// published one does.
+/// Replaces "all that were published" by the number.
 pub(super) fn resolve_ends(wants: &mut Wants, ticket: &wire::Ticket) -> Result<()> {
     for want in &mut wants.groups {
         let published = ticket
@@ -464,7 +484,23 @@ pub(super) fn resolve_ends(wants: &mut Wants, ticket: &wire::Ticket) -> Result<(
         };
         if want.token_end == u64::MAX {
             want.token_end = published.token_end;
+            check_skip(want)?;
         }
+    }
+    Ok(())
+}
+
+/// Skipping all tokens is fine, skipping more is a mistake in somebody's table. Also where this
+/// rank has nothing to move: all ranks refuse alike.
+fn check_skip(want: &ImportGroup) -> Result<()> {
+    if want.skip_token > want.token_end {
+        bail!(
+            KVF_ERR_OUT_OF_RANGE,
+            "group {}: cannot skip {} of {} tokens",
+            want.group,
+            want.skip_token,
+            want.token_end
+        );
     }
     Ok(())
 }
@@ -479,20 +515,19 @@ pub(super) fn written_slots(wants: &Wants, layout: &Layout) -> Result<Vec<GroupS
         if group.layers.is_empty() {
             continue;
         }
+        // The entries whose blocks have a token of [skip_token, token_end).
         let per_block = u64::from(group.tokens_per_slot().max(1));
-        let first = group.ordinals.owned_below(want.first_ordinal);
-        let stride = u64::from(group.ordinals.stride.max(1));
-        let mut slots = Vec::with_capacity(want.slots.len());
-        for (i, slot) in want.slots.iter().enumerate() {
-            let ordinal = u64::from(group.ordinals.offset) + (first + i as u64) * stride;
-            let begin = ordinal.saturating_mul(per_block);
-            if *slot >= 0
-                && begin.saturating_add(per_block) > want.skip_token
-                && begin < want.token_end
-            {
-                slots.push(*slot as u32);
-            }
-        }
+        let before = group.ordinals.owned_below(want.first_ordinal);
+        let entry = |ordinal| {
+            let at = group.ordinals.owned_below(ordinal).saturating_sub(before);
+            usize::try_from(at).map_or(want.slots.len(), |at| at.min(want.slots.len()))
+        };
+        let written = match want.skip_token < want.token_end {
+            true => entry(want.skip_token / per_block)..entry(want.token_end.div_ceil(per_block)),
+            false => 0..0,
+        };
+        let held = want.slots[written].iter().filter(|slot| **slot >= 0);
+        let slots = held.map(|slot| *slot as u32).collect();
         all.push((want.group, slots));
     }
     for want in &wants.states {
@@ -546,12 +581,13 @@ pub(super) fn bind(
                 entry.rank
             );
         };
-        if want.skip_token < published.token_begin || want.token_end > published.token_end {
+        let first = pair.needed_from(want.group as usize, want.skip_token, want.token_end);
+        if first < published.token_begin || want.token_end > published.token_end {
             bail!(
                 KVF_ERR_OUT_OF_RANGE,
                 "group {}: tokens {}..{} are wanted, source rank {} published {}..{}",
                 want.group,
-                want.skip_token,
+                first,
                 want.token_end,
                 entry.rank,
                 published.token_begin,
@@ -570,10 +606,7 @@ pub(super) fn bind(
                 token_end: want.token_end,
             },
         );
-        bindings.push((
-            part,
-            binding.map_err(|e| e.context(format!("group {}", want.group)))?,
-        ));
+        bindings.push((part, binding?));
     }
     for (i, want) in wants.states.iter().enumerate() {
         if !pair.moves(want.group as usize) {
@@ -610,10 +643,7 @@ pub(super) fn bind(
             },
         );
         let part = wants.groups.len() + i;
-        bindings.push((
-            part,
-            binding.map_err(|e| e.context(format!("group {}", want.group)))?,
-        ));
+        bindings.push((part, binding?));
     }
     Ok(bindings)
 }

@@ -1,13 +1,15 @@
-//! What a handle and the control thread share about one operation.
+//! What a handle and the control thread share about one operation; `models/` checks this file
+//! with loom.
 
-use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::api::{Event, EventKind, Outcome};
 use crate::error::Status;
 use crate::ids::Key;
 use crate::runtime::EventQueue;
+use crate::runtime::sync::{AtomicI32, Condvar, Mutex, MutexGuard};
 use crate::session::End;
 
 /// What an observer is told, on a kvferry thread or inside the call that ended the operation.

@@ -10,6 +10,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{mpsc, oneshot};
 
 use super::api::{Event, EventKind};
+use super::group::Groups;
 use super::link::{INBOX, Incoming, LinkId, Socket};
 use super::notices::Notices;
 use super::offers::Offers;
@@ -44,6 +45,7 @@ pub(super) enum Command {
     UnregisterPool(u32, Now, u64),
     /// Pools or the agent may have become idle.
     Idle,
+    Group(super::group::Order),
     Drain(Now, oneshot::Sender<bool>),
     Shutdown(oneshot::Sender<()>),
     /// A kvferry thread panicked.
@@ -61,6 +63,8 @@ pub(super) enum Timer {
     Greeting(LinkId),
     Pool(u32),
     Offer(u64),
+    /// A channel's alarm.
+    Group(u64),
     Drain,
 }
 
@@ -77,7 +81,9 @@ impl std::hash::Hash for Timer {
         match self {
             Self::Publication(id) | Self::Notice(id) => id.hash(state),
             Self::Awaiting(key) => key.hash(state),
-            Self::Import(id) | Self::Greeting(id) | Self::Offer(id) => id.hash(state),
+            Self::Import(id) | Self::Greeting(id) | Self::Offer(id) | Self::Group(id) => {
+                id.hash(state);
+            }
             Self::Remote(id) => id.hash(state),
             Self::Pool(id) => id.hash(state),
             Self::Drain => {}
@@ -135,6 +141,7 @@ pub(super) struct Control {
     pub imports: HashMap<u64, Import>,
     pub notices: Notices,
     pub offers: Offers,
+    pub groups: Groups,
     pub drains: Vec<(Now, oneshot::Sender<bool>)>,
     pub stopping: Option<oneshot::Sender<()>>,
 }
@@ -168,6 +175,7 @@ impl Control {
             imports: HashMap::new(),
             notices: Notices::default(),
             offers: Offers::default(),
+            groups: Groups::default(),
             drains: Vec::new(),
             stopping: None,
         };
@@ -231,6 +239,7 @@ impl Control {
                 Timer::Greeting(link) => self.greeting_late(link),
                 Timer::Pool(pool) => self.pool_late(pool),
                 Timer::Offer(id) => self.offer_over(id),
+                Timer::Group(channel) => self.group_alarm_due(channel),
                 Timer::Drain => self.check_drains(),
             }
         }
@@ -263,6 +272,7 @@ impl Control {
                 self.release_pools();
                 self.check_drains();
             }
+            Command::Group(order) => self.group(order),
             Command::Drain(deadline, done) => {
                 self.drains.push((deadline, done));
                 self.check_drains();
@@ -357,6 +367,7 @@ impl Control {
             import.fail_for_good(&end);
         }
         self.publications.fail_all(&end);
+        super::group::fail_all(&self.shared, &end);
     }
 
     async fn stop(mut self) {

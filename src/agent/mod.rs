@@ -8,6 +8,8 @@ mod api;
 mod begin;
 mod cells;
 mod control;
+mod count;
+mod group;
 mod link;
 mod log;
 mod metadata;
@@ -32,6 +34,7 @@ use std::time::{Duration, Instant};
 
 pub use api::*;
 pub use cells::{Notice, Observer};
+pub use group::GroupEvents;
 pub use log::LogSink;
 
 use crate::bail;
@@ -39,6 +42,7 @@ use crate::error::{Result, Status};
 use crate::ids::{Epoch, Key, PublicationId};
 use crate::layout::{self, Invariants, Layout};
 use crate::memory::{PageSize, Pool};
+use crate::observe::metrics::Levels;
 use crate::plan::{Plan, Policy};
 use crate::runtime::Thread;
 use crate::session::End;
@@ -297,7 +301,7 @@ impl Agent {
         };
         let invariants = Invariants::of(&info.layouts())?;
         state.engine = Some(Arc::new(OwnEngine {
-            info,
+            info: Arc::new(info),
             metadata,
             invariants,
             index,
@@ -327,11 +331,22 @@ impl Agent {
                 "this is our own engine's metadata"
             );
         }
-        let plan = Plan::new(&engine.layouts(), &own.info.layouts(), Policy::Spread)?;
-        let mut needed: Vec<usize> = plan.into_destination(own.index).map(|p| p.src).collect();
+        let plan = Plan::new(&engine.layouts(), &own.info.layouts(), Policy::Spread);
         // Who reads from us is spoken to as well: a push starts at our side.
-        let back = Plan::new(&own.info.layouts(), &engine.layouts(), Policy::Spread)?;
-        needed.extend(back.out_of_source(own.index).map(|p| p.dst));
+        let back = Plan::new(&own.info.layouts(), &engine.layouts(), Policy::Spread);
+        // One direction is enough: a window may be narrower at the destination, which then is
+        // never a source.
+        let plan = match (plan, &back) {
+            (Err(e), Err(_)) => return Err(e),
+            (plan, _) => plan.map(Arc::new),
+        };
+        let mut needed = Vec::new();
+        if let Ok(plan) = &plan {
+            needed.extend(plan.into_destination(own.index).map(|p| p.src));
+        }
+        if let Ok(back) = &back {
+            needed.extend(back.out_of_source(own.index).map(|p| p.dst));
+        }
         needed.sort_unstable();
         needed.dedup();
         let routes = engine.ranks.iter().map(|r| self.route(r)).collect();
@@ -339,7 +354,7 @@ impl Agent {
             id: self.shared.new_id(),
             user_data,
             engine: Arc::new(engine),
-            plan: Arc::new(plan),
+            plan,
             routes,
             needed,
         });
@@ -431,7 +446,7 @@ impl Agent {
             );
         }
         let own = self.shared.lock().engine()?;
-        let pairs = peer.plan.sources_of(own.index, ticket.dp_rank)?;
+        let pairs = peer.inward()?.sources_of(own.index, ticket.dp_rank)?;
         let finished = pairs.map(|pair| {
             let source = peer.engine.ranks[pair.src].incarnation;
             let epoch = ticket::entry_of(&ticket, source).map_or(0, |e| e.epoch);
@@ -544,6 +559,26 @@ impl Agent {
         held
     }
 
+    /// Metrics of this agent in Prometheus' text format.
+    ///
+    /// # Errors
+    /// `KVF_ERR_INTERNAL`: they cannot be written as text (a bug).
+    pub fn metrics_text(&self) -> Result<String> {
+        let held = self.quarantine();
+        let mut transfers: Vec<u64> = held.iter().map(|(transfer, ..)| *transfer).collect();
+        transfers.dedup();
+        let (leases, operations) = {
+            let state = self.shared.lock();
+            (state.published.len() as u64, state.live)
+        };
+        self.shared.metrics.text(&Levels {
+            leases,
+            quarantined_transfers: transfers.len() as u64,
+            quarantined_slots: held.len() as u64,
+            operations,
+        })
+    }
+
     /// Ends the agent: everything still running fails with `KVF_ERR_SHUTDOWN`, peers are told,
     /// threads are joined within the time-out.
     ///
@@ -650,6 +685,9 @@ impl Publication {
             claimed: self.shared.claimed.load(Ordering::Relaxed) != 0,
             readers_done: self.shared.readers_done.load(Ordering::Relaxed),
             readers_expected: self.shared.readers_expected.load(Ordering::Relaxed),
+            bytes: self.shared.bytes.load(Ordering::Relaxed),
+            first_byte_ns: self.shared.times.first_ns(),
+            last_byte_ns: self.shared.times.last_ns(),
         }
     }
 
@@ -743,6 +781,8 @@ impl Transfer {
             bytes_total: 0,
             submitted: 0,
             elapsed_ns: 0,
+            first_byte_ns: 0,
+            last_byte_ns: 0,
             transport: "",
             parts: Vec::new(),
         };

@@ -58,11 +58,11 @@ impl Control {
         self.send_notice(id);
     }
 
-    /// Feeds a notice's machine and does what it says.
-    pub fn notice_event(&mut self, id: PublicationId, event: Event) {
+    /// Feeds a notice's machine and does what it says; false: there is no such notice.
+    pub fn notice_event(&mut self, id: PublicationId, event: Event) -> bool {
         let now = self.now();
         let Some((_, notice)) = self.notices.open.get_mut(&id) else {
-            return;
+            return false;
         };
         let action = notice.on(event, now);
         self.timers.set(Timer::Notice(id), notice.next_deadline());
@@ -74,6 +74,7 @@ impl Control {
             }
             None => {}
         }
+        true
     }
 
     fn send_notice(&self, id: PublicationId) {

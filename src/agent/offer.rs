@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use super::api::{EventKind, PublishDesc, ReceiveDesc};
@@ -22,6 +22,9 @@ use super::source::PublicationCell;
 use super::ticket::{decode_offer, encode_offer, key};
 use crate::bail;
 use crate::error::Result;
+use crate::layout::Layout;
+use crate::observe::Times;
+use crate::observe::metrics::Operation;
 use crate::wire;
 
 /// Offers slots for a push; returns the offer's bytes too.
@@ -88,8 +91,10 @@ pub(super) fn receive(
         aux: Mutex::default(),
         slots,
         pools,
-        started: std::time::Instant::now(),
+        times: Arc::new(Times::begin()),
         elapsed_ns: AtomicU64::new(0),
+        kind: Operation::Receive,
+        saved: OnceLock::new(),
     });
     let deadline = match desc.deadline {
         Duration::ZERO => shared.config.timeouts.transfer,
@@ -150,7 +155,7 @@ pub(super) fn push(
             desc.key
         );
     }
-    check_offer(&offer, &desc)?;
+    check_offer(&offer, &desc, &peer.engine.ranks[rank].layout)?;
     let deadline = match deadline {
         Duration::ZERO => shared.config.timeouts.transfer,
         given => given,
@@ -161,7 +166,7 @@ pub(super) fn push(
 }
 
 /// The sender must hold what the receiver wants: it skips exactly what was skipped there.
-fn check_offer(offer: &wire::Offer, desc: &PublishDesc) -> Result<()> {
+fn check_offer(offer: &wire::Offer, desc: &PublishDesc, receiver: &Layout) -> Result<()> {
     let groups: BTreeMap<u32, _> = desc.groups.iter().map(|g| (g.group, g)).collect();
     for want in offer.groups.iter().filter(|g| g.skip_token < g.token_end) {
         let Some(given) = groups.get(&want.group) else {
@@ -173,13 +178,26 @@ fn check_offer(offer: &wire::Offer, desc: &PublishDesc) -> Result<()> {
                 want.group
             );
         };
-        let all = want.token_end == u64::MAX;
-        if want.skip_token < given.token_begin || (!all && want.token_end > given.token_end) {
+        let end = match want.token_end {
+            u64::MAX => given.token_end,
+            end => end,
+        };
+        // Of a sliding window the receiver needs its last tokens only.
+        let window = receiver
+            .groups
+            .get(want.group as usize)
+            .map_or(0, |g| g.window());
+        let live = match window {
+            0 => 0,
+            window => end.saturating_sub(u64::from(window)),
+        };
+        let first = want.skip_token.max(live);
+        if first < given.token_begin || end > given.token_end {
             bail!(
                 KVF_ERR_OUT_OF_RANGE,
                 "the receiver wants tokens {}..{} of group {}, {}..{} are pushed",
-                want.skip_token,
-                want.token_end,
+                first,
+                end,
                 want.group,
                 given.token_begin,
                 given.token_end

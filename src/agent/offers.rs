@@ -72,11 +72,14 @@ impl Control {
                 });
                 Ok(())
             }
-            _ => bail!(
-                KVF_ERR_EXPIRED,
-                "{}: offer {offer} has ended at the receiver",
-                key(ticket.key)
-            ),
+            _ => {
+                self.count_late(agent, crate::observe::metrics::Notice::Push);
+                bail!(
+                    KVF_ERR_EXPIRED,
+                    "{}: offer {offer} has ended at the receiver",
+                    key(ticket.key)
+                )
+            }
         }
     }
 

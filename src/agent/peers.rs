@@ -87,8 +87,8 @@ pub(super) struct PeerShared {
     pub id: u64,
     pub user_data: u64,
     pub engine: Arc<EngineInfo>,
-    /// From that engine to ours.
-    pub plan: Arc<Plan>,
+    /// From that engine to ours, or why we cannot read from it.
+    pub plan: Result<Arc<Plan>, Error>,
     /// One for each rank of the engine.
     pub routes: Vec<Arc<Route>>,
     /// Ranks that our rank reads from, ascending.
@@ -96,6 +96,14 @@ pub(super) struct PeerShared {
 }
 
 impl PeerShared {
+    /// The plan for reading from that engine.
+    ///
+    /// # Errors
+    /// Why there is none: the two fit in the other direction only.
+    pub fn inward(&self) -> Result<&Arc<Plan>, Error> {
+        self.plan.as_ref().map_err(Clone::clone)
+    }
+
     pub fn wait(&self, timeout: Duration) -> Status {
         let deadline = Instant::now().checked_add(timeout);
         for rank in &self.needed {

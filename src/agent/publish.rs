@@ -16,6 +16,7 @@ use crate::bail;
 use crate::error::Result;
 use crate::ids::{Epoch, Incarnation, PublicationId};
 use crate::layout::{Group, GroupKind, Layout};
+use crate::observe::Times;
 use crate::wire;
 
 /// Longest aux data, in bytes.
@@ -122,7 +123,9 @@ pub(super) fn publish(
         readers_done: AtomicU32::new(0),
         readers_expected: AtomicU32::new(0),
         bytes: AtomicU64::new(0),
+        times: Times::begin(),
     });
+    shared.metrics.lease_granted();
     let weak = Arc::downgrade(&cell);
     shared.lock().published.insert(number, weak);
     shared.send(Command::Publish(Box::new(NewPublication {

@@ -3,23 +3,26 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use super::begin::{
     ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_of, parts_moved, resolve_ends,
 };
 use super::control::{Command, Control, Timer};
+use super::count::saved_bytes;
 use super::notices::Finished;
 use super::peers::Route;
 use super::serving::data_open;
+use super::shared::Shared;
 use super::ticket::{decode_ticket, entry_of, key};
 use super::{lock, metadata};
 use crate::error::{Error, Status};
 use crate::ids::{Epoch, Incarnation, PublicationId};
 use crate::memory::Pool;
-use crate::observe::fault;
+use crate::observe::metrics::Notice;
+use crate::observe::{Times, fault};
 use crate::plan::Pair;
 use crate::session::reader::{self, Action, Event};
 use crate::session::{End, Now};
@@ -165,6 +168,7 @@ impl Control {
         };
         let cell = &import.new.cell;
         cell.ended_now();
+        self.shared.count_import(cell, &end);
         self.shared.log.debug(format_args!(
             "import {id} of {} ended: {:?} {}",
             cell.cell.key, end.status, end.text
@@ -211,9 +215,13 @@ impl Control {
         fault::point("claimed");
         let workers = self.shared.workers.count() as u64;
         let share = job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
+        job.shared_by(share);
         let run = Arc::new(Run {
             path,
             job,
+            route: route.clone(),
+            times: cell.times.clone(),
+            queued: OnceLock::new(),
             left: AtomicUsize::new(share),
             failed: Mutex::new(None),
         });
@@ -221,6 +229,7 @@ impl Control {
             let (run, shared) = (run.clone(), self.shared.clone());
             self.shared.workers.submit(priority, move || {
                 if let Some(end) = run.work() {
+                    run.count(&shared, &end);
                     // Before the message: whoever hears of the end may free the pools.
                     drop(run);
                     shared.send(Command::Stopped(id, at, end));
@@ -299,15 +308,19 @@ impl Control {
             key,
             epoch: Epoch(ended.epoch),
         };
-        self.notice_event(publication, crate::session::notice::Event::Ended);
+        let mut late = !self.notice_event(publication, crate::session::notice::Event::Ended);
         for (id, at) in self.jobs_from(agent) {
             let matches = self.imports.get(&id).is_some_and(|import| {
                 let job = &import.new.jobs[at].id;
                 job.key == key && (job.epoch == Epoch(ended.epoch) || job.epoch == Epoch(0))
             });
             if matches {
+                late = false;
                 self.import_event(id, Event::SourceLost(at, end.clone()));
             }
+        }
+        if late {
+            self.count_late(agent, Notice::Ended);
         }
     }
 
@@ -395,12 +408,24 @@ impl Control {
             .is_some_and(|i| !i.new.jobs.is_empty());
         if !known {
             let senders = self.inward_pairs(agent, ticket.dp_rank)?;
+            let own = self.shared.lock().engine()?;
+            let layout = &own.info.ranks[own.index].layout;
+            let sender = senders.first().map(|(route, _)| route.name.clone());
             let Some(import) = self.imports.get_mut(&id) else {
                 return Ok(());
             };
             let fits = check_prefix(import.new.wants.prefix_tag, ticket)
                 .and_then(|()| resolve_ends(&mut import.new.wants, ticket));
             *lock(&import.new.cell.aux) = ticket.aux.clone();
+            let saved = saved_bytes(&import.new.wants, layout, ticket);
+            if saved > 0 {
+                // Once, here: jobs are known from now on.
+                let _ = import
+                    .new
+                    .cell
+                    .saved
+                    .set((sender.unwrap_or_default(), saved));
+            }
             for (route, pair) in senders {
                 let id = PublicationId {
                     source: route.incarnation,
@@ -444,6 +469,10 @@ impl Control {
 struct Run {
     path: Arc<dyn DataPath>,
     job: Arc<ReadJob>,
+    route: Arc<Route>,
+    times: Arc<Times>,
+    /// When the first worker began, since the transfer did.
+    queued: OnceLock<Duration>,
     left: AtomicUsize,
     failed: Mutex<Option<Error>>,
 }
@@ -462,6 +491,7 @@ impl Run {
             }
         }
         let leave = Leave(self);
+        self.queued.get_or_init(|| self.times.copying());
         if let Err(e) = self.path.run(&self.job) {
             self.job.cancel();
             lock(&self.failed).get_or_insert(e);
@@ -470,13 +500,24 @@ impl Run {
         if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
             return None;
         }
+        self.times.copied();
         Some(finish(&*self.path, &self.job, lock(&self.failed).take()))
     }
 }
 
+impl Run {
+    /// Counts the job after its last worker has returned.
+    fn count(&self, shared: &Shared, end: &End) {
+        let queued = self.queued.get().copied().unwrap_or_default();
+        let (peer, path) = (&self.route.name, &*self.path);
+        shared.count_read(peer, path, &self.job, &self.times, queued, end);
+    }
+}
+
 /// Runs a whole job on the calling thread.
-pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob) -> End {
+pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob, times: &Times) -> End {
     let failed = path.run(job).err();
+    times.copied();
     finish(path, job, failed)
 }
 

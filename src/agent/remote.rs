@@ -29,6 +29,9 @@ use crate::transport::tcp::TcpPath;
 use crate::wire::{self, Body};
 use crate::{bail, err};
 
+/// How long the other side's link is waited for when both connected at once.
+const LINK_COMES: Duration = Duration::from_millis(300);
+
 /// A remote agent and our connection to it.
 pub(super) struct Remote {
     pub engine: Arc<EngineInfo>,
@@ -158,7 +161,7 @@ impl Control {
         }
     }
 
-    fn dial(&mut self, agent: Incarnation) {
+    pub fn dial(&mut self, agent: Incarnation) {
         let (now, timeout) = (self.now(), self.shared.config.timeouts.connect);
         let dialled = self.dialled.clone();
         let host = self.shared.host.clone();
@@ -362,10 +365,17 @@ impl Control {
             Err(e) => return refuse(link, e),
         };
         let agent = incarnation(&hello.incarnation)?;
-        let engine = decode_engine(&hello.engine, &own.invariants).and_then(|engine| match engine
-            .index_of(agent)
-        {
-            Some(index) => Ok((Arc::new(engine), index)),
+        if let Some(e) = self.group_fence(agent) {
+            return refuse(link, e);
+        }
+        // A rank of our own engine sends the bytes that we have.
+        let engine = if hello.engine == own.metadata {
+            Ok(own.info.clone())
+        } else {
+            decode_engine(&hello.engine, &own.invariants).map(Arc::new)
+        };
+        let engine = engine.and_then(|engine| match engine.index_of(agent) {
+            Some(index) => Ok((engine, index)),
             None => bail!(KVF_ERR_PROTOCOL, "agent {agent:?} is no rank of its engine"),
         });
         let (engine, index) = match engine {
@@ -416,6 +426,7 @@ impl Control {
         }
         self.repeat_notices(agent);
         self.repeat_pushes(agent);
+        self.group_up(agent);
         self.route_changed(agent);
     }
 
@@ -448,12 +459,16 @@ impl Control {
     pub fn remote_due(&mut self, agent: Incarnation, late: Duration) {
         let now = self.now();
         let times = self.shared.config.timeouts;
+        if self.group_dying(agent) {
+            let end = End::new(Status::KVF_ERR_PEER_LOST, "the peer's process has ended");
+            return self.remote_lost(agent, end);
+        }
         let Some(remote) = self.remotes.get_mut(&agent) else {
             return;
         };
         match &remote.state {
             LinkState::Down(at) if now >= *at => {
-                if remote.wanted || self.notices.any_for(agent) {
+                if remote.wanted || self.notices.any_for(agent) || self.groups.needs(agent) {
                     return self.dial(agent);
                 }
                 let end = End::new(Status::KVF_ERR_PEER_LOST, "the connection is gone");
@@ -520,6 +535,8 @@ impl Control {
             }
             LinkState::Greeting(up, _) if up.id == link => {
                 remote.state = LinkState::Down(now);
+                // No proof of an end: the next attempt tells whether anybody listens.
+                let e = Error::new(Status::KVF_ERR_PEER_UNREACHABLE, e.text);
                 self.dial_failed(agent, e);
             }
             _ => {}
@@ -529,10 +546,14 @@ impl Control {
     /// The kernel says that the process behind a link has ended.
     pub fn process_died(&mut self, link: LinkId) {
         self.greetings.remove(&link);
-        if let Some(agent) = self.link_owner.get(&link).copied() {
-            let end = End::new(Status::KVF_ERR_PEER_LOST, "the peer's process has ended");
-            self.remote_lost(agent, end);
+        let Some(agent) = self.link_owner.get(&link).copied() else {
+            return;
+        };
+        if self.group_last_words(agent) {
+            return;
         }
+        let end = End::new(Status::KVF_ERR_PEER_LOST, "the peer's process has ended");
+        self.remote_lost(agent, end);
     }
 
     /// An agent is gone for good: its operations fail once, its memory is unmapped now.
@@ -557,6 +578,7 @@ impl Control {
         self.shared.data.drop_agent(agent);
         self.drop_notices(agent);
         self.drop_pushes_to(agent, &end);
+        self.group_lost(agent, &end);
         for peer in self.peers.values() {
             if peer
                 .needed
@@ -600,7 +622,8 @@ impl Control {
             Body::Refuse(r) => self.refused(agent, link, r),
             Body::MemoryRequest(_) => self.send_memory(agent),
             Body::Memory(m) => self.memory(agent, link, m, fds),
-            Body::Heartbeat(_) | Body::Hello(_) | Body::Group(_) => {}
+            Body::Heartbeat(_) | Body::Hello(_) => {}
+            Body::Group(m) => self.on_group(agent, m),
             Body::DataHello(_) | Body::DataOpen(_) | Body::DataRead(_) | Body::DataClose(_) => {
                 let text = "a data message on a control link";
                 self.remote_lost(agent, End::new(Status::KVF_ERR_PROTOCOL, text));
@@ -646,9 +669,24 @@ impl Control {
             .get(&agent)
             .is_some_and(|r| matches!(&r.state, LinkState::Greeting(link, _) if link.id == id));
         let status = super::metadata::status(refuse.status);
-        if !ours || status == Status::KVF_ERR_DUPLICATE {
-            // The other side's own link is on its way.
+        if !ours {
             return;
+        }
+        if status == Status::KVF_ERR_DUPLICATE {
+            // The other side's own link is on its way; this one's end says nothing.
+            self.link_owner.remove(&id);
+            let again = self.now() + LINK_COMES;
+            if let Some(remote) = self.remotes.get_mut(&agent) {
+                remote.state = LinkState::Down(again);
+            }
+            self.timers.set(Timer::Remote(agent), Some(again));
+            return;
+        }
+        if status == Status::KVF_ERR_STATE {
+            // It has no engine yet: ranks make theirs one after the other.
+            self.link_owner.remove(&id);
+            let e = Error::new(Status::KVF_ERR_PEER_UNREACHABLE, refuse.text);
+            return self.dial_failed(agent, e);
         }
         self.remote_lost(agent, End::new(status, format!("refused: {}", refuse.text)));
     }
@@ -831,7 +869,11 @@ fn make_path(
         };
         let dial = serving::dialler(shared, source, door, memory.token.clone());
         let pools = memory.pools.iter().map(|p| (p.id, p.bytes)).collect();
-        let (reason, spin) = (reasons.join("; "), shared.config.spin);
+        let reason = match reasons.as_slice() {
+            [] => "the first one allowed".to_owned(),
+            refused => format!("not {}", refused.join("; not ")),
+        };
+        let spin = shared.config.spin;
         let path = TcpPath::new(name, reason, pools, spin, Box::new(dial));
         match path.prove() {
             Ok(()) => return Ok(Arc::new(path)),

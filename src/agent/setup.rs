@@ -144,6 +144,18 @@ fn check(config: &AgentConfig) -> Result<SocketAddr> {
             TRANSPORTS.join(", ")
         );
     }
+    if let Ok(list) = std::env::var("KVFERRY_TRANSPORTS")
+        && let Some(unknown) = list
+            .split(',')
+            .map(str::trim)
+            .find(|t| !t.is_empty() && !TRANSPORTS.contains(t))
+    {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "the environment variable KVFERRY_TRANSPORTS names {unknown:?}; known are {}",
+            TRANSPORTS.join(", ")
+        );
+    }
     check_affinity(&config.affinity)?;
     let listen = match config.listen.as_str() {
         "" => "127.0.0.1:0",

@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use super::api::{AgentConfig, Event};
 use super::begin::ImportCell;
 use super::control::Command;
+use super::group::Board;
 use super::log::Log;
 use super::metadata::EngineInfo;
 use super::peers::Route;
@@ -21,6 +22,7 @@ use crate::error::{Result, Status};
 use crate::ids::Incarnation;
 use crate::layout::{Invariants, Layout};
 use crate::memory::{LeaseTable, Pool};
+use crate::observe::metrics::Metrics;
 use crate::runtime::{EventQueue, Workers};
 use crate::session::{End, Now};
 
@@ -37,7 +39,9 @@ pub(super) struct Shared {
     pub commands: mpsc::UnboundedSender<Command>,
     pub workers: Workers,
     pub data: DataConnections,
+    pub groups: Mutex<Board>,
     pub log: Log,
+    pub metrics: Metrics,
     next_id: AtomicU64,
     next_pool: AtomicU32,
     /// New operations are refused (drain, shutdown, caught panic).
@@ -77,7 +81,7 @@ pub(super) struct PoolEntry {
 
 /// The engine that this agent is a rank of.
 pub(super) struct OwnEngine {
-    pub info: EngineInfo,
+    pub info: Arc<EngineInfo>,
     pub metadata: Vec<u8>,
     pub invariants: Invariants,
     /// Our place in `info.ranks`.
@@ -96,6 +100,7 @@ impl Shared {
         workers: Workers,
         log: Log,
     ) -> Result<Self> {
+        let metrics = Metrics::new(&config.name)?;
         Ok(Self {
             config,
             incarnation,
@@ -108,7 +113,9 @@ impl Shared {
             commands,
             workers,
             data: DataConnections::default(),
+            groups: Mutex::default(),
             log,
+            metrics,
             next_id: AtomicU64::new(1),
             next_pool: AtomicU32::new(1),
             closed: AtomicBool::new(false),
@@ -151,6 +158,8 @@ impl Shared {
         for cell in state.published.values().filter_map(Weak::upgrade) {
             cell.cell.end(end.clone());
         }
+        drop(state);
+        super::group::fail_all(self, &end);
     }
 
     pub fn check_open(&self) -> Result<()> {

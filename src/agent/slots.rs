@@ -43,32 +43,32 @@ impl Slots {
     pub fn begin_write(&mut self, transfer: u64, key: Key, slots: &[GroupSlots]) -> Result<()> {
         let word = WRITER | transfer;
         for (at, (group, list)) in slots.iter().enumerate() {
-            for (i, slot) in list.iter().enumerate() {
-                let free = match self.word(*group, *slot) {
-                    Ok(held) if *held == 0 => {
+            let words = self.words(*group);
+            // Thousands of slots while the lock is held: nothing else in this loop.
+            let refused = list
+                .iter()
+                .position(|slot| match words.get_mut(*slot as usize) {
+                    Some(held) if *held == 0 => {
                         *held = word;
-                        Ok(())
+                        false
                     }
-                    Ok(held) => Err(*held),
-                    Err(e) => {
-                        self.undo_write(&slots[..at], (*group, &list[..i]));
-                        return Err(e);
-                    }
-                };
-                if let Err(held) = free {
-                    self.undo_write(&slots[..at], (*group, &list[..i]));
-                    if held == word {
-                        bail!(
-                            KVF_ERR_DUPLICATE,
-                            "slot {slot} of group {group} is given twice as a destination"
-                        );
-                    }
+                    _ => true,
+                });
+            if let Some(i) = refused {
+                let held = self.word(*group, list[i]).map(|held| *held);
+                self.undo_write(&slots[..at], (*group, &list[..i]));
+                let (held, slot) = (held?, list[i]);
+                if held == word {
                     bail!(
-                        KVF_ERR_SLOT_BUSY,
-                        "slot {slot} of group {group} is {}",
-                        self.describe(held)
+                        KVF_ERR_DUPLICATE,
+                        "slot {slot} of group {group} is given twice as a destination"
                     );
                 }
+                bail!(
+                    KVF_ERR_SLOT_BUSY,
+                    "slot {slot} of group {group} is {}",
+                    self.describe(held)
+                );
             }
         }
         self.writers.insert(transfer, key);
@@ -89,8 +89,9 @@ impl Slots {
     /// Frees the slots of a transfer.
     pub fn end_write(&mut self, transfer: u64, slots: &[GroupSlots]) {
         for (group, list) in slots {
+            let words = self.words(*group);
             for slot in list {
-                if let Ok(held) = self.word(*group, *slot)
+                if let Some(held) = words.get_mut(*slot as usize)
                     && *held == WRITER | transfer
                 {
                     *held = 0;
@@ -155,6 +156,22 @@ impl Slots {
             "slot {slot} of group {group}, which has {} slots",
             words.len()
         );
+    }
+
+    /// Checks that all slots of a table exist; -1 is none.
+    pub fn check_table(&self, group: u32, slots: &[i32]) -> Result<()> {
+        let count = self.groups.get(group as usize).map_or(0, Vec::len) as u64;
+        let known = |slot: &i32| *slot == -1 || u64::from(*slot as u32) < count;
+        match slots.iter().find(|slot| !known(slot)) {
+            Some(slot) => self.check(group, i64::from(*slot)),
+            None => Ok(()),
+        }
+    }
+
+    fn words(&mut self, group: u32) -> &mut [u64] {
+        self.groups
+            .get_mut(group as usize)
+            .map_or(&mut [], Vec::as_mut_slice)
     }
 
     fn word(&mut self, group: u32, slot: u32) -> Result<&mut u64> {

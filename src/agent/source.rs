@@ -16,7 +16,9 @@ use super::ticket::key;
 use crate::error::Status;
 use crate::ids::{Consumer, Epoch, Incarnation, Key, PublicationId};
 use crate::memory::Lease;
+use crate::observe::Times;
 use crate::observe::fault;
+use crate::observe::metrics::Notice;
 use crate::plan::{Plan, Policy};
 use crate::session::source::{Action, Event, Publication};
 use crate::session::{End, Now};
@@ -36,6 +38,8 @@ pub(super) struct PublicationCell {
     pub readers_expected: AtomicU32,
     /// Bytes that readers say they took.
     pub bytes: AtomicU64,
+    /// First reader's contact, last reader's end.
+    pub times: Times,
 }
 
 impl PublicationCell {
@@ -43,6 +47,8 @@ impl PublicationCell {
     pub fn describe(&self, info: &mut TransferInfo) {
         info.bytes = self.bytes.load(Ordering::Relaxed);
         info.bytes_total = info.bytes;
+        info.first_byte_ns = self.times.first_ns();
+        info.last_byte_ns = self.times.last_ns();
     }
 }
 
@@ -177,6 +183,8 @@ impl Control {
             id.key, end.status, end.text
         ));
         // The word was revoked before: readers can be given nothing any more.
+        self.shared
+            .count_publication(entry.new.push.is_some(), &end);
         entry.new.cell.cell.end_safe(end);
         self.operation_ended(&entry.new.pools);
     }
@@ -240,7 +248,7 @@ impl Control {
             let expected = self.expected(agent, id);
             self.publication_claimed(id, consumer, expected);
         } else {
-            self.publications_unknown(agent, id);
+            self.publications_unknown(agent, id, Notice::Claim);
         }
     }
 
@@ -251,6 +259,9 @@ impl Control {
         expected: Vec<Consumer>,
     ) {
         self.publications.lost.remove(&consumer.incarnation); // it speaks
+        if let Some(entry) = self.publications.entries.get(&id) {
+            entry.new.cell.times.copying();
+        }
         let lost = |c: &Consumer| {
             let end = self.publications.lost.get(&c.incarnation)?;
             Some((c.incarnation, end.clone()))
@@ -263,7 +274,8 @@ impl Control {
     }
 
     /// A late or wrong notice: counted, answered, without effect.
-    fn publications_unknown(&self, agent: Incarnation, id: PublicationId) {
+    fn publications_unknown(&self, agent: Incarnation, id: PublicationId, notice: Notice) {
+        self.count_late(agent, notice);
         self.shared.log.debug(format_args!(
             "a notice about an unknown publication of {} epoch {}",
             id.key, id.epoch.0
@@ -346,7 +358,7 @@ impl Control {
             Some(consumer) if self.publications.entries.contains_key(&id) => {
                 self.publication_event(id, Event::Renewed(consumer));
             }
-            _ => self.publications_unknown(agent, id),
+            _ => self.publications_unknown(agent, id, Notice::Renew),
         }
     }
 
@@ -361,6 +373,7 @@ impl Control {
             return;
         };
         if !self.publications.entries.contains_key(&id) {
+            self.count_late(agent, Notice::Finished);
             // Acknowledged all the same, so that the reader stops telling.
             return self.ack(agent, id);
         }
@@ -368,8 +381,17 @@ impl Control {
         if let Some(entry) = self.publications.entries.get(&id)
             && !entry.machine.noted(consumer)
         {
+            entry.new.cell.times.copied();
             let bytes = &entry.new.cell.bytes;
             bytes.fetch_add(finished.bytes, Ordering::Relaxed);
+            if status == Status::KVF_OK
+                && let Some(remote) = self.remotes.get(&agent)
+            {
+                let peer = &remote.route.name;
+                self.shared.metrics.sent(peer, finished.bytes);
+            }
+        } else {
+            self.count_late(agent, Notice::Finished);
         }
         let expected = self.expected(agent, id);
         self.publication_claimed(id, consumer, expected);

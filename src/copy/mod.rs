@@ -62,7 +62,7 @@ impl Strided<'_> {
     not(all(target_arch = "x86_64", not(miri))),
     allow(dead_code, reason = "the fallback has one kernel for all sizes")
 )]
-const STREAM_FROM: usize = 512 << 10;
+const STREAM_FROM: u64 = 512 << 10;
 
 /// One way to copy.
 #[derive(Clone, Copy)]
@@ -90,8 +90,18 @@ pub unsafe fn run(batch: &[Strided<'_>]) {
     let total = batch
         .iter()
         .fold(0usize, |sum, copy| sum.saturating_add(copy.bytes()));
+    // SAFETY: the caller's promise, passed on.
+    unsafe { run_part(batch, total as u64) }
+}
+
+/// As [`run`], for a batch that is part of `whole` bytes: those decide between streaming and cached
+/// stores, however the parts are cut.
+///
+/// # Safety
+/// As [`run`].
+pub unsafe fn run_part(batch: &[Strided<'_>], whole: u64) {
     // SAFETY: the caller's promise, passed on; `pick` only offers what this processor can do.
-    unsafe { run_with(pick(total), batch) }
+    unsafe { run_with(pick(whole), batch) }
 }
 
 /// Runs a batch with one kernel.
@@ -109,12 +119,12 @@ unsafe fn run_with(kernel: Kernel, batch: &[Strided<'_>]) {
 }
 
 #[cfg(all(target_arch = "x86_64", not(miri)))]
-fn pick(total: usize) -> Kernel {
-    x86_64::pick(total >= STREAM_FROM)
+fn pick(whole: u64) -> Kernel {
+    x86_64::pick(whole >= STREAM_FROM)
 }
 
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-fn pick(_total: usize) -> Kernel {
+fn pick(_whole: u64) -> Kernel {
     plain::KERNEL
 }
 

@@ -256,8 +256,8 @@ fn large_batches_stream() {
     let total = 3 * STREAM_FROM;
     assert_eq!(pick(total).streams, cfg!(target_arch = "x86_64"));
     assert!(!pick(STREAM_FROM - 1).streams);
-    check_all(&[shape(3, 5, total, &[])]);
-    check_all(&[shape(0, 0, total, &[])]);
+    check_all(&[shape(3, 5, total as usize, &[])]);
+    check_all(&[shape(0, 0, total as usize, &[])]);
     let blocks: Vec<_> = (0..96)
         .map(|i| shape(i * 31 % 96 * 65_536, i * 65_536, 65_536, &[]))
         .collect();

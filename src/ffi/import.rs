@@ -23,7 +23,7 @@ pub const KVF_AS_OF_ANY: u64 = 0xffff_ffff_ffff_ffff;
 
 /// The destination reads (default).
 pub const KVF_DIRECTION_PULL: u32 = 0;
-/// The source writes. Not served yet.
+/// The source sends into slots that the destination opens. Not for transceivers yet.
 pub const KVF_DIRECTION_PUSH: u32 = 1;
 
 /// Blocks of one paged group to fill.

@@ -20,7 +20,7 @@ use super::structs::{Out, abi_struct, read, read_plain, view};
 use super::transfer::kvf_transfer;
 use crate::agent::{PublishDesc, ReceiveDesc};
 use crate::bail;
-use crate::error::kvf_status;
+use crate::error::{Result, kvf_status};
 
 /// Slots that the destination opens for a push.
 #[repr(C)]
@@ -190,42 +190,53 @@ pub unsafe extern "C" fn kvf_push_begin(
         let desc = unsafe { read(desc, "desc") }?;
         // SAFETY: the caller's contract.
         let out = unsafe { Out::new(transfer, "transfer") }?;
-        if desc.priority != 0 {
-            bail!(
-                KVF_ERR_UNSUPPORTED,
-                "desc.priority is {}: the destination's decides, a push has none yet",
-                desc.priority
-            );
-        }
-        no_stream(desc.stream, "desc.stream")?;
         // SAFETY: the caller's contract.
         let peer = unsafe { view(desc.peer, "desc.peer") }?.0.enter("peer")?;
         peer.must_belong_to(&agent, "desc.peer")?;
         // SAFETY: the caller's contract.
-        let (offer, push) = unsafe {
-            (
-                read_blob(desc.offer, desc.offer_bytes, "desc.offer")?,
-                PublishDesc {
-                    groups: read_published_groups(
-                        desc.groups,
-                        desc.num_groups,
-                        desc.groups_elem_size,
-                    )?,
-                    states: read_published_states(
-                        desc.states,
-                        desc.num_states,
-                        desc.states_elem_size,
-                    )?,
-                    aux: read_plain(desc.aux.cast::<u8>(), desc.aux_bytes, "desc.aux")?,
-                    prefix_tag: desc.prefix_tag,
-                    user_data: desc.user_data,
-                    ..PublishDesc::default()
-                },
-            )
-        };
+        let (offer, push) = unsafe { desc.convert() }?;
         let deadline = Duration::from_nanos(desc.deadline_ns);
         let core = agent.core.push_begin(&peer, &offer, push, deadline, None)?;
         out.set_handle(kvf_transfer(Object::child(&agent, core)));
         Ok(())
     })
+}
+
+impl kvf_push_desc {
+    /// The offer's bytes, and what to push.
+    ///
+    /// # Safety
+    /// As `kvf_push_begin`.
+    pub(super) unsafe fn convert(&self) -> Result<(Vec<u8>, PublishDesc)> {
+        if self.priority != 0 {
+            bail!(
+                KVF_ERR_UNSUPPORTED,
+                "desc.priority is {}: the destination's decides, a push has none yet",
+                self.priority
+            );
+        }
+        no_stream(self.stream, "desc.stream")?;
+        // SAFETY: the caller's contract.
+        unsafe {
+            Ok((
+                read_blob(self.offer, self.offer_bytes, "desc.offer")?,
+                PublishDesc {
+                    groups: read_published_groups(
+                        self.groups,
+                        self.num_groups,
+                        self.groups_elem_size,
+                    )?,
+                    states: read_published_states(
+                        self.states,
+                        self.num_states,
+                        self.states_elem_size,
+                    )?,
+                    aux: read_plain(self.aux.cast::<u8>(), self.aux_bytes, "desc.aux")?,
+                    prefix_tag: self.prefix_tag,
+                    user_data: self.user_data,
+                    ..PublishDesc::default()
+                },
+            ))
+        }
+    }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::agent::kvf_agent;
 use super::boundary::guard;
-use super::checks::{give_text, must_be_zero, name_field, no_stream, read_blob};
+use super::checks::{give_text, must_be_zero, name_field, no_stream};
 use super::engine::kvf_engine;
 use super::event::kvf_key;
 use super::handle::{Object, Shared, Use, destroy};
@@ -16,7 +16,9 @@ use super::import::{
 };
 use super::peer::kvf_peer;
 use super::publication::kvf_publish_desc;
-use super::structs::{Out, OutArray, abi_struct, check_head, put_bytes, read, view, write_result};
+use super::structs::{
+    Out, OutArray, abi_struct, check_head, put_bytes, read, read_plain, view, write_result,
+};
 use super::transceiver_config::kvf_transceiver_config;
 use crate::agent::{Agent, ImportDesc, Peer};
 use crate::bail;
@@ -95,11 +97,11 @@ pub struct kvf_receive_request {
     pub reserved: u32,
     /// Must be the ticket's.
     pub key: kvf_key,
-    /// The engine that the ticket comes from.
+    /// The engine that the ticket comes from; push: the one that will answer the offer.
     pub peer: *const kvf_peer,
-    /// The ticket's bytes. Not kept.
+    /// The ticket's bytes. Not kept. Push: NULL; the request makes an offer.
     pub ticket: *const c_void,
-    /// Their number.
+    /// Their number; push: 0.
     pub ticket_bytes: usize,
     /// Paged groups; NULL = none.
     pub groups: *const kvf_import_group,
@@ -219,10 +221,16 @@ pub struct kvf_request_record {
     pub bytes_total: u64,
     /// Data path, empty if none was needed; NUL-terminated.
     pub transport: [c_char; 16],
+    /// The first byte on this rank; context side: the first reader's contact.
+    pub first_byte_ns: u64,
+    /// The last byte on this rank, not attested yet; context side: the last reader's end.
+    pub last_byte_ns: u64,
+    /// `bytes` in the time between those two, in GB/s; 0 = nothing was moved.
+    pub gb_per_s: f64,
 }
 abi_struct!(head kvf_request_record {
     struct_size, abi_version, side, key, outcome, cause, rank, aux_bytes, queued_ns, ended_ns,
-    safe_ns, decided_ns, bytes, bytes_total, transport,
+    safe_ns, decided_ns, bytes, bytes_total, transport, first_byte_ns, last_byte_ns, gb_per_s,
 });
 
 /// Makes a transceiver for an engine's rank.
@@ -231,9 +239,9 @@ abi_struct!(head kvf_request_record {
 /// @param      engine       Its engine.
 /// @param[in]  config       Start from KVF_TRANSCEIVER_CONFIG_INIT. Not kept.
 /// @param[out] transceiver  Receives the transceiver; end it with kvf_transceiver_destroy().
-/// @return KVF_OK; KVF_ERR_UNSUPPORTED for KVF_DIRECTION_PUSH and for votes of several ranks that
-///         the agent cannot carry; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_OUT_OF_RANGE for ranks,
-///         groups or callbacks that contradict each other.
+/// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT, KVF_ERR_OUT_OF_RANGE for ranks, groups or callbacks
+///         that contradict each other or, with KVF_CONSENSUS_VOTES, the engine; KVF_ERR_DUPLICATE:
+///         the agent has a voting transceiver of this domain.
 ///
 /// # Safety
 /// @p agent and @p engine must be live, @p config point to `config->struct_size` readable bytes,
@@ -484,7 +492,8 @@ pub unsafe extern "C" fn kvf_transceiver_prepare_context_requests(
 }
 
 /// Fetches what a ticket offers into a request's slots. Never blocks; how it went is told by
-/// kvf_transceiver_check_gen_transfer_status().
+/// kvf_transceiver_check_gen_transfer_status(). Push: offers the slots; kvf_transceiver_offer()
+/// gives the bytes that travel to the context side.
 ///
 /// @param     transceiver  The transceiver.
 /// @param[in] request      Start from KVF_RECEIVE_REQUEST_INIT. Nothing of it is kept.
@@ -655,6 +664,9 @@ pub unsafe extern "C" fn kvf_transceiver_record(
             bytes: found.bytes,
             bytes_total: found.bytes_total,
             transport: name_field(found.transport),
+            first_byte_ns: found.first_byte_ns,
+            last_byte_ns: found.last_byte_ns,
+            gb_per_s: found.gb_per_s(),
         };
         // SAFETY: `size` writable bytes by the caller's contract.
         unsafe { write_result(record, size, &value) };
@@ -764,7 +776,11 @@ impl kvf_receive_request {
         // SAFETY: the caller's contract.
         let import = unsafe {
             ImportDesc {
-                ticket: read_blob(self.ticket, self.ticket_bytes, "request.ticket")?,
+                ticket: read_plain(
+                    self.ticket.cast::<u8>(),
+                    self.ticket_bytes,
+                    "request.ticket",
+                )?,
                 groups: read_import_groups(self.groups, self.num_groups, self.groups_elem_size)?,
                 states: read_import_states(self.states, self.num_states, self.states_elem_size)?,
                 owned_only: read_owned_only(

@@ -44,7 +44,8 @@ pub struct kvf_transceiver_config {
     pub struct_size: usize,
     /// KVF_ABI_VERSION.
     pub abi_version: u32,
-    /// KVF_DIRECTION_*; KVF_DIRECTION_PUSH is KVF_ERR_UNSUPPORTED for now.
+    /// KVF_DIRECTION_*. Pull: the context side's ticket travels to the generation side; push: the
+    /// generation side's offer travels to the context side.
     pub direction: u32,
     /// Longest wait of a context status call with KVF_TIMEOUT_CONFIGURED, in ns; 0 = 1 s.
     pub context_poll_ns: u64,
@@ -59,7 +60,8 @@ pub struct kvf_transceiver_config {
     pub consensus: u32,
     /// Ranks in the scheduling domain (tp x pp x cp inside one dp index); 0 = 1.
     pub world: u32,
-    /// This rank inside the domain; rank 0 leads.
+    /// This rank inside the domain; rank 0 leads. KVF_CONSENSUS_VOTES: the engine's ranks of one
+    /// dp index in ascending global rank.
     pub rank: u32,
     /// KVF_CONSENSUS_COLLECTIVE: members of this rank's tensor group; 0 = 1.
     pub tensor_ranks: u32,

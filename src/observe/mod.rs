@@ -2,3 +2,7 @@
 
 pub mod fault;
 pub mod marks;
+pub mod metrics;
+mod times;
+
+pub use times::Times;

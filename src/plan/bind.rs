@@ -125,6 +125,12 @@ impl Binding {
         self.bytes
     }
 
+    /// Strided patterns that the copies consist of, before any is split.
+    pub fn patterns(&self) -> u64 {
+        let per_piece = self.segments.len() + usize::from(self.tail.is_some());
+        (self.template().pieces.len() * per_piece) as u64
+    }
+
     /// The pair whose template is bound.
     pub fn pair(&self) -> &Arc<Pair> {
         &self.pair

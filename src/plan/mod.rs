@@ -236,6 +236,17 @@ impl Pair {
         self.templates.get(group).is_some_and(Template::moves)
     }
 
+    /// The first token that a request for `[skip_token, token_end)` needs of this group: of a
+    /// sliding window only the destination's last tokens.
+    pub fn needed_from(&self, group: usize, skip_token: u64, token_end: u64) -> u64 {
+        match self.templates.get(group).map(|t| t.kind) {
+            Some(lower::TemplateKind::Paged { window }) if window != 0 => {
+                skip_token.max(token_end.saturating_sub(window))
+            }
+            _ => skip_token,
+        }
+    }
+
     /// Bytes of one whole destination block (state: of one slot) that this pair moves when it
     /// owns all of the block's tokens.
     pub fn bytes_per_block(&self, group: usize) -> u64 {

@@ -1,10 +1,9 @@
 //! A queue of events and a file descriptor that is readable exactly while the queue is not empty.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::level::{Level, Leveled};
 use crate::error::{Error, Result, Status};
 
 /// Events not taken yet, in order.
@@ -12,15 +11,23 @@ use crate::error::{Error, Result, Status};
 /// The descriptor is an eventfd: written on empty to non-empty, read on non-empty to empty, both
 /// under the queue's lock, so that its level is the queue's state. Callers only poll it.
 #[derive(Debug)]
-pub struct EventQueue<T> {
-    fd: OwnedFd,
-    queue: Mutex<Queue<T>>,
-}
+pub struct EventQueue<T>(Leveled<T, EventFd>);
 
 #[derive(Debug)]
-struct Queue<T> {
-    next: u64,
-    events: BTreeMap<u64, T>,
+struct EventFd(OwnedFd);
+
+impl Level for EventFd {
+    fn raise(&self) {
+        let one = 1u64.to_ne_bytes();
+        // SAFETY: eight readable bytes. It cannot fail: the counter is 0 here.
+        unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+    }
+
+    fn lower(&self) {
+        let mut count = [0u8; 8];
+        // SAFETY: eight writable bytes. It cannot block: the descriptor is non-blocking.
+        unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
+    }
 }
 
 impl<T> EventQueue<T> {
@@ -35,71 +42,29 @@ impl<T> EventQueue<T> {
             let err = io::Error::last_os_error();
             return Err(Error::os(Status::KVF_ERR_SYSTEM, "eventfd", &err));
         }
-        Ok(Self {
-            // SAFETY: `fd` was just made and nobody else owns it.
-            fd: unsafe { OwnedFd::from_raw_fd(fd) },
-            queue: Mutex::new(Queue {
-                next: 1,
-                events: BTreeMap::new(),
-            }),
-        })
+        // SAFETY: `fd` was just made and nobody else owns it.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok(Self(Leveled::new(EventFd(fd))))
     }
 
     /// The descriptor; owned by the queue.
     pub fn raw_fd(&self) -> RawFd {
-        self.fd.as_raw_fd()
+        self.0.level.0.as_raw_fd()
     }
 
     /// Appends an event; its number is for [`Self::withdraw`].
     pub fn push(&self, event: T) -> u64 {
-        let mut queue = self.lock();
-        let number = queue.next;
-        queue.next += 1;
-        if queue.events.is_empty() {
-            self.signal();
-        }
-        queue.events.insert(number, event);
-        number
+        self.0.push(event)
     }
 
     /// Takes an event back, if nobody has taken it yet: its object is gone.
     pub fn withdraw(&self, number: u64) {
-        let mut queue = self.lock();
-        if queue.events.remove(&number).is_some() && queue.events.is_empty() {
-            self.clear();
-        }
+        self.0.withdraw(number);
     }
 
     /// Moves up to `cap` events to `out`; true: more are left.
     pub fn take(&self, out: &mut Vec<T>, cap: usize) -> bool {
-        let mut queue = self.lock();
-        let before = queue.events.len();
-        for _ in 0..cap {
-            match queue.events.pop_first() {
-                Some((_, event)) => out.push(event),
-                None => break,
-            }
-        }
-        if before > 0 && queue.events.is_empty() {
-            self.clear();
-        }
-        !queue.events.is_empty()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Queue<T>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn signal(&self) {
-        let one = 1u64.to_ne_bytes();
-        // SAFETY: eight readable bytes. It cannot fail: the counter is 0 here.
-        unsafe { libc::write(self.fd.as_raw_fd(), one.as_ptr().cast(), one.len()) };
-    }
-
-    fn clear(&self) {
-        let mut count = [0u8; 8];
-        // SAFETY: eight writable bytes. It cannot block: the descriptor is non-blocking.
-        unsafe { libc::read(self.fd.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
+        self.0.take(out, cap)
     }
 }
 

@@ -1,7 +1,9 @@
 //! Threads, timers, the event queue and its file descriptor.
 
 mod events;
+mod level;
 mod readable;
+pub(crate) mod sync;
 mod thread;
 mod wake;
 mod workers;

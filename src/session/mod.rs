@@ -1,5 +1,5 @@
-//! Both sides of a handoff, and the notice between them, as pure state machines: (state, event, now) -> (state, actions), plus
-//! the next deadline. Time is a duration since the agent's start; nothing here waits or sends.
+//! Both sides of a handoff, and the notice between them, as pure state machines: (state, event,
+//! now) -> (state, actions), plus the next deadline. Time is a duration since the agent's start; nothing here waits or sends.
 
 pub mod collective;
 pub mod notice;

@@ -182,7 +182,12 @@ impl Import {
         }
     }
 
+    /// The first outcome stays: bytes that are attested after a time-out or a cancel come too
+    /// late.
     fn decide(&mut self, end: End, actions: &mut Vec<Action>) {
+        if self.outcome.is_some() {
+            return;
+        }
         self.outcome = Some(end.clone());
         actions.push(Action::Outcome(end.clone()));
         for at in 0..self.jobs.len() {

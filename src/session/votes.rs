@@ -202,8 +202,15 @@ impl Leader {
     }
 
     /// A rank died: what it has not voted on fails, what it has voted on goes on. Its own memory
-    /// died with it, so that nobody waits for its quiet votes.
-    pub fn lose(&mut self, rank: u32) {
+    /// died with it, so that nobody waits for its quiet votes. `None`: all but the leader.
+    pub fn lose(&mut self, rank: Option<u32>) {
+        match rank {
+            Some(rank) => self.lose_one(rank),
+            None => (1..self.world).for_each(|rank| self.lose_one(rank)),
+        }
+    }
+
+    fn lose_one(&mut self, rank: u32) {
         if rank >= self.world || !self.lost.add(rank) {
             return;
         }

@@ -19,7 +19,10 @@ impl Table {
         let Some(request) = self.requests.get(&key).filter(|r| r.started) else {
             return;
         };
-        if !self.domain.decides_alone() {
+        if request.reclaim_due && request.quiet.is_some() {
+            return self.reclaim(key);
+        }
+        if !self.domain.decides_alone() || self.unsettled && request.decided.is_none() {
             return;
         }
         if let (None, Some((end, _))) = (request.decided, &request.end) {
@@ -109,11 +112,16 @@ impl Table {
         self.wake = true;
     }
 
-    /// Takes a RECLAIM.
+    /// Takes a RECLAIM. A rank that was given up by the others and lives gets one while its own
+    /// memory is in use: its own quiet is then waited for.
     pub(super) fn reclaim(&mut self, key: Key) {
         let Some(request) = self.requests.get_mut(&key).filter(|r| !r.reclaimed) else {
             return;
         };
+        if request.quiet.is_none() {
+            request.reclaim_due = true;
+            return;
+        }
         request.reclaimed = true;
         self.news.remove(&key);
         if request.reported {
@@ -140,9 +148,26 @@ impl Table {
         }
     }
 
-    /// The leader of our domain is gone: what it has decided stands, the rest fails.
+    /// The leader of our domain is gone: what it has decided stands, the rest fails. Decisions
+    /// that still travel in the engine's broadcast count too, so the rest fails only when the
+    /// engine asks for results ([`Self::settle`]).
     pub(super) fn leader_lost(&mut self, now: Now) {
         if !self.domain.lose_leader() {
+            return;
+        }
+        self.unsettled = true;
+        let keys: BTreeSet<Key> = self.requests.keys().copied().collect();
+        for key in keys {
+            if self.requests.get(&key).is_some_and(|r| r.decided.is_some()) {
+                self.advance(key, now);
+            }
+        }
+        self.wake = true;
+    }
+
+    /// The engine has applied what it had of a lost leader: the rest fails now.
+    pub(super) fn settle(&mut self, now: Now) {
+        if !std::mem::take(&mut self.unsettled) {
             return;
         }
         let lost = Ending {

@@ -35,7 +35,7 @@ pub enum Direction {
     /// The generation side reads.
     #[default]
     Pull,
-    /// The context side writes. Not served yet.
+    /// The context side writes into what the generation side has offered.
     Push,
 }
 
@@ -85,7 +85,8 @@ pub struct Config {
     pub domain: u64,
     /// Ranks in the domain.
     pub world: u32,
-    /// This rank inside the domain; rank 0 leads.
+    /// This rank inside the domain; rank 0 leads. `Votes`: the engine's ranks of one data-parallel
+    /// index in ascending global rank.
     pub rank: u32,
     /// `Votes`: a context request is decided at the latest this long after the first rank knows it.
     pub context_limit: Duration,
@@ -143,13 +144,6 @@ impl Config {
     /// # Errors
     /// What contradicts or is not served.
     pub(super) fn check(&self) -> Result<()> {
-        if self.direction == Direction::Push {
-            bail!(
-                KVF_ERR_UNSUPPORTED,
-                "push is not served yet; use pull: the context side publishes, the generation \
-                 side reads"
-            );
-        }
         if self.world == 0 || self.rank >= self.world {
             bail!(
                 KVF_ERR_OUT_OF_RANGE,
@@ -210,7 +204,7 @@ pub type SendRequest = PublishDesc;
 pub struct ReceiveRequest {
     /// Must be the ticket's.
     pub key: Key,
-    /// The ticket and where its bytes go.
+    /// The ticket and where its bytes go. Push: without a ticket; the request makes an offer.
     pub import: ImportDesc,
 }
 
@@ -288,6 +282,10 @@ pub struct Record {
     pub text: String,
     /// The request's call, since the transceiver was made.
     pub queued_ns: u64,
+    /// The first byte on this rank (context side: the first reader's contact).
+    pub first_byte_ns: u64,
+    /// The last byte on this rank, not attested yet (context side: the last reader's end).
+    pub last_byte_ns: u64,
     /// The end on this rank, attested.
     pub ended_ns: u64,
     /// The memory became safe on this rank.

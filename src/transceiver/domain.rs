@@ -156,15 +156,22 @@ impl Domain {
 
     /// Leader: decides what is past its limit. Returns when to look again.
     pub(super) fn expire(&mut self, now: Now) -> Option<Now> {
-        let Self::Leader(leader) = self else {
-            return None;
-        };
-        leader.expire(now);
-        leader.next_deadline()
+        if let Self::Leader(leader) = self {
+            leader.expire(now);
+        }
+        self.next_deadline()
     }
 
-    /// Leader: a rank died.
-    pub(super) fn lose_rank(&mut self, rank: u32) {
+    /// Leader: when a limit passes next.
+    pub(super) fn next_deadline(&self) -> Option<Now> {
+        match self {
+            Self::Leader(leader) => leader.next_deadline(),
+            _ => None,
+        }
+    }
+
+    /// Leader: a rank died; `None`: all others.
+    pub(super) fn lose_rank(&mut self, rank: Option<u32>) {
         if let Self::Leader(leader) = self {
             leader.lose(rank);
         }

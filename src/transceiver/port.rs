@@ -1,10 +1,10 @@
 //! What the request level needs of the agent level, so that its logic runs without one in tests.
 
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use super::api::Side;
-use crate::agent::{ImportDesc, Outcome, PublishDesc};
-use crate::bail;
+use crate::agent::{ImportDesc, Outcome, PublishDesc, ReceiveDesc};
 use crate::error::{Result, Status};
 use crate::ids::Key;
 
@@ -21,6 +21,10 @@ pub struct End {
     pub bytes: u64,
     /// Bytes to move.
     pub bytes_total: u64,
+    /// From the operation's begin to its first byte, in ns; 0 = none was moved.
+    pub first_byte_ns: u64,
+    /// To its last byte.
+    pub last_byte_ns: u64,
     /// Data path.
     pub transport: &'static str,
 }
@@ -40,7 +44,8 @@ pub type Notify = Box<dyn Fn(Notice) + Send + Sync>;
 
 /// A publication or transfer. Dropping one that runs must not block.
 pub trait Operation: Send + Sync {
-    /// The bytes that travel with the request; empty for a receive.
+    /// The bytes that travel with the request: a publication's ticket, a receive's offer; empty
+    /// for an import and a push.
     fn ticket(&self) -> Vec<u8>;
     /// Asks for its end.
     fn cancel(&self);
@@ -54,8 +59,10 @@ pub trait Operation: Send + Sync {
 pub trait DomainEvents: Send + Sync {
     /// Bytes that a rank passed to [`Port::send`]; those of one rank arrive in order.
     fn message(&self, from: u32, bytes: &[u8]);
-    /// A rank died or was replaced.
-    fn lost(&self, rank: u32);
+    /// A rank died, was replaced or has left. `None`: no other rank can be reached any more.
+    fn lost(&self, rank: Option<u32>);
+    /// The time given to [`Port::alarm`] has come.
+    fn alarm(&self);
 }
 
 /// The agent level, as the request level sees it.
@@ -80,37 +87,55 @@ pub trait Port: Send + Sync + 'static {
         notify: Notify,
     ) -> Result<Arc<dyn Operation>>;
 
+    /// Offers slots to a sender.
+    ///
+    /// # Errors
+    /// As [`crate::agent::Agent::receive_begin`]; nothing changed and `notify` is never called.
+    fn receive(&self, desc: ReceiveDesc, notify: Notify) -> Result<Arc<dyn Operation>>;
+
+    /// Answers an offer.
+    ///
+    /// # Errors
+    /// As [`crate::agent::Agent::push_begin`]; nothing changed and `notify` is never called.
+    fn push(
+        &self,
+        peer: &Self::Peer,
+        offer: &[u8],
+        desc: PublishDesc,
+        deadline: Duration,
+        notify: Notify,
+    ) -> Result<Arc<dyn Operation>>;
+
     /// Tells the source that its ticket will not be used.
     ///
     /// # Errors
     /// As [`crate::agent::Agent::decline_ticket`].
     fn decline(&self, peer: &Self::Peer, ticket: &[u8], cause: Status) -> Result<()>;
 
-    /// The key that a ticket is about.
+    /// The key that a ticket or an offer is about.
     ///
     /// # Errors
-    /// `KVF_ERR_INVALID_ARGUMENT`: no ticket.
+    /// `KVF_ERR_INVALID_ARGUMENT`: neither.
     fn ticket_key(&self, ticket: &[u8]) -> Result<Key>;
 
-    /// Starts hearing the other ranks of the domain.
+    /// Starts hearing the other ranks of a domain of `world` ranks, as `rank` of them.
     ///
     /// # Errors
-    /// `KVF_ERR_UNSUPPORTED`: this port cannot reach them.
-    fn join(&self, _domain: u64, _world: u32, _events: Weak<dyn DomainEvents>) -> Result<()> {
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "the agent does not carry votes between ranks yet; use collective consensus"
-        );
-    }
+    /// The ranks are not the engine's, or this port cannot reach them.
+    fn join(
+        &self,
+        domain: u64,
+        world: u32,
+        rank: u32,
+        events: Weak<dyn DomainEvents>,
+    ) -> Result<()>;
 
     /// Gives bytes to a rank of the domain, in order, without waiting.
     ///
     /// # Errors
     /// The rank is lost.
-    fn send(&self, _rank: u32, _side: Side, _bytes: Vec<u8>) -> Result<()> {
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "the agent does not carry votes between ranks yet"
-        );
-    }
+    fn send(&self, rank: u32, side: Side, bytes: Vec<u8>) -> Result<()>;
+
+    /// Calls [`DomainEvents::alarm`] after so long, or earlier if an earlier time was asked for.
+    fn alarm(&self, after: Duration);
 }

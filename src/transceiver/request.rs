@@ -40,6 +40,8 @@ pub(super) struct Request {
     pub voted_quiet: bool,
     pub decided: Option<Decided>,
     pub reclaimed: bool,
+    /// The domain says so, but this rank is not quiet.
+    pub reclaim_due: bool,
     pub reported: bool,
 }
 
@@ -62,6 +64,7 @@ impl Request {
             voted_quiet: false,
             decided: None,
             reclaimed: false,
+            reclaim_due: false,
             reported: false,
         }
     }
@@ -95,6 +98,8 @@ impl Request {
                 format!("rank {} of the domain: {:?}", d.rank, d.ending.cause)
             }),
             queued_ns: nanos(self.queued),
+            first_byte_ns: end.map_or(0, |end| end.first_byte_ns),
+            last_byte_ns: end.map_or(0, |end| end.last_byte_ns),
             ended_ns: self.elapsed_ns(),
             safe_ns: self.quiet.map_or(0, |at| self.since_call(at)),
             decided_ns: self.decided.map_or(0, |d| self.since_call(d.at)),

@@ -1,15 +1,17 @@
 //! The transceiver: requests in, cancel, and what holds its parts together.
 
 use std::os::fd::RawFd;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::api::{
-    Cancel, Checked, Config, Consensus, ReceiveRequest, Record, RequestResult, SendRequest, Side,
+    Cancel, Checked, Config, Consensus, Direction, ReceiveRequest, Record, RequestResult,
+    SendRequest, Side,
 };
 use super::codec;
 use super::port::Port;
-use super::shared::{Cell, GRACE, Shared};
+use super::shared::{Cell, GRACE, NEVER, Shared, same_key};
 use super::signal::Signal;
 use crate::bail;
 use crate::error::{Result, Status};
@@ -41,12 +43,15 @@ impl<P: Port> Transceiver<P> {
             epoch: Instant::now(),
             sides: cells,
             signal: Signal::new()?,
+            armed: AtomicU64::new(NEVER),
             config,
         });
         let config = &shared.config;
         if config.consensus == Consensus::Votes && config.world > 1 {
             let weak: Weak<Shared<P>> = Arc::downgrade(&shared);
-            shared.port.join(config.domain, config.world, weak)?;
+            shared
+                .port
+                .join(config.domain, config.world, config.rank, weak)?;
         }
         Ok(Self { shared })
     }
@@ -65,6 +70,12 @@ impl<P: Port> Transceiver<P> {
     pub fn respond_and_send_async(&self, request: SendRequest) -> Result<Vec<u8>> {
         let shared = &self.shared;
         let (key, user_data) = (request.key, request.user_data);
+        if shared.config.direction == Direction::Push {
+            bail!(
+                KVF_ERR_STATE,
+                "{key}: this transceiver was made for push: answer the generation side's offer"
+            );
+        }
         let begun = shared.begin(Side::Context, key, user_data, false)?;
         let notify = shared.notify(Side::Context, key, begun.serial);
         // With a cancel from before: published and taken back, so that a reader who already has
@@ -76,6 +87,61 @@ impl<P: Port> Transceiver<P> {
         let ticket = op.ticket();
         shared.started(Side::Context, key, begun.serial, Some(op));
         Ok(ticket)
+    }
+
+    /// Push: sends a request's slots into what the generation side has offered. `offer` are the
+    /// bytes that the other side's [`Self::offer`] gave; one rank's, so that a context rank feeds
+    /// one generation rank. `deadline` zero = the transceiver's. Never blocks.
+    ///
+    /// # Errors
+    /// As [`crate::agent::Agent::push_begin`]; `KVF_ERR_DUPLICATE`: the key is in use;
+    /// `KVF_ERR_STATE`: made for pull. Nothing changed.
+    pub fn push_async(
+        &self,
+        peer: &P::Peer,
+        offer: &[u8],
+        mut request: SendRequest,
+        deadline: Duration,
+    ) -> Result<()> {
+        let shared = &self.shared;
+        if shared.config.direction == Direction::Pull {
+            bail!(
+                KVF_ERR_STATE,
+                "this transceiver was made for pull: offer the slots by respond_and_send_async"
+            );
+        }
+        let key = shared.port.ticket_key(offer)?;
+        if request.key != Key::default() {
+            same_key("offer", key, request.key)?;
+        }
+        request.key = key;
+        let deadline = match deadline {
+            Duration::ZERO => shared.config.transfer,
+            given => given,
+        };
+        let (side, user_data) = (Side::Context, request.user_data);
+        let begun = shared.begin(side, key, user_data, false)?;
+        let notify = shared.notify(side, key, begun.serial);
+        // With a cancel from before: begun and taken back, so that the receiver is told.
+        let op = shared
+            .port
+            .push(peer, offer, request, deadline, notify)
+            .inspect_err(|_| shared.abort(side, key, begun.serial))?;
+        shared.started(side, key, begun.serial, Some(op));
+        Ok(())
+    }
+
+    /// Push: the bytes of a receive that is in the table, for the context side's
+    /// [`Self::push_async`].
+    pub fn offer(&self, key: Key) -> Option<Vec<u8>> {
+        let found = self.shared.cell(Side::Generation).lock().operation(key);
+        found
+            .map(|op| op.ticket())
+            .filter(|offer| !offer.is_empty())
+    }
+
+    pub(super) fn kept_records(&self, side: Side) -> Vec<Record> {
+        self.shared.cell(side).lock().kept_records()
     }
 
     /// Sends layer by layer while prefill computes.
@@ -100,7 +166,8 @@ impl<P: Port> Transceiver<P> {
         )
     }
 
-    /// Fetches what a ticket offers into the request's slots. Never blocks.
+    /// Fetches what a ticket offers into the request's slots; push: offers the slots, and
+    /// [`Self::offer`] has the bytes for the context side. Never blocks.
     ///
     /// # Errors
     /// As [`crate::agent::Agent::import_begin`]; `KVF_ERR_DUPLICATE`: the key is in use;
@@ -258,7 +325,7 @@ impl<P: Port> Transceiver<P> {
 
     /// Follower: takes the leader's decision bytes in and gives the results that the leader's
     /// status call gave. Never waits. Bytes that were applied already give nothing; empty bytes
-    /// fetch what did not fit into an earlier call's `cap`.
+    /// fetch what did not fit into an earlier call's `cap`, or what a lost leader left undecided.
     ///
     /// # Errors
     /// `KVF_ERR_GROUP_LOST`: decisions before these are missing, nothing was applied, the engine
@@ -303,7 +370,10 @@ impl<P: Port> Transceiver<P> {
         let mut room = cap;
         for side in sides {
             let before = out.len();
-            more |= shared.with(side, |table, _| {
+            more |= shared.with(side, |table, now| {
+                if decision.is_empty() {
+                    table.settle(now);
+                }
                 table.take(room, out);
                 table.ready() > 0
             });

@@ -1,15 +1,15 @@
 //! What a transceiver's methods, its operations' notices and its domain's messages share.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::api::{Config, Consensus, ReceiveRequest, RequestResult, Side};
+use super::api::{Config, Consensus, Direction, ReceiveRequest, RequestResult, Side};
 use super::domain::{Domain, Voter};
 use super::port::{DomainEvents, End, Notice, Notify, Operation, Port};
 use super::signal::Signal;
 use super::table::{Begun, CANCELLED, Table};
-use crate::agent::Outcome;
+use crate::agent::{ImportDesc, Outcome, ReceiveDesc};
 use crate::bail;
 use crate::error::{Result, Status};
 use crate::ids::Key;
@@ -26,7 +26,12 @@ pub(super) struct Shared<P> {
     pub epoch: Instant,
     pub sides: [Cell; 2],
     pub signal: Signal,
+    /// Nanoseconds of [`Shared::now`] at which the port will call `alarm`.
+    pub armed: AtomicU64,
 }
+
+/// No alarm.
+pub(super) const NEVER: u64 = u64::MAX;
 
 /// One side: its table and what can be read without its lock.
 pub(super) struct Cell {
@@ -103,7 +108,7 @@ impl<P> Shared<P> {
     /// Makes a change visible: to status calls without a lock, to the descriptor, to waiters.
     pub fn publish(&self, cell: &Cell, table: &mut Table) {
         cell.idle.store(table.idle(), Ordering::Release);
-        let ready = table.ready() > 0;
+        let ready = table.has_news();
         if cell.ready.swap(ready, Ordering::AcqRel) != ready {
             self.signal.set(cell.side, ready);
         }
@@ -131,13 +136,26 @@ impl<P: Port> Shared<P> {
         let cancels = std::mem::take(&mut table.cancels);
         let dropped = std::mem::take(&mut table.dropped);
         let votes = table.domain.has_outgoing();
+        let limit = table.domain.next_deadline();
         drop(table);
+        if let Some(at) = limit {
+            self.arm(at);
+        }
         for op in cancels {
             op.cancel();
         }
         drop(dropped);
         if votes {
             self.send_votes(cell);
+        }
+    }
+
+    /// Sees that a limit is noticed even if nobody makes a status call. Limits come in order, so
+    /// that this rarely does more than look.
+    fn arm(&self, at: Now) {
+        let nanos = u64::try_from(at.as_nanos()).unwrap_or(NEVER);
+        if self.armed.fetch_min(nanos, Ordering::AcqRel) > nanos {
+            self.port.alarm(at.saturating_sub(self.now()));
         }
     }
 
@@ -204,13 +222,17 @@ impl<P: Port> Shared<P> {
         waited_for: bool,
     ) -> Result<u64> {
         let key = request.key;
-        let offered = self.port.ticket_key(&request.import.ticket)?;
-        if offered != key {
+        let push = self.config.direction == Direction::Push;
+        if push && !request.import.ticket.is_empty() {
             bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "the ticket is about {offered}, the request about {key}; both sides use the \
-                 orchestrator's key"
+                KVF_ERR_STATE,
+                "{key}: a ticket was given, but this transceiver was made for push: the request \
+                 makes an offer, which travels to the context side"
             );
+        }
+        if !push {
+            let offered = self.port.ticket_key(&request.import.ticket)?;
+            same_key("ticket", offered, key)?;
         }
         request.import.deadline = self.deadline_of(&request);
         let side = Side::Generation;
@@ -218,10 +240,12 @@ impl<P: Port> Shared<P> {
         let Begun { serial, cancelled } = self.begin(side, key, user_data, waited_for)?;
         if cancelled {
             // Nothing was begun, so nothing can complete; the source frees its slots now and not
-            // when its lease ends. If it cannot be told, the lease ends.
-            let _ = self
-                .port
-                .decline(peer, &request.import.ticket, CANCELLED.cause);
+            // when its lease ends. If it cannot be told, the lease ends. A push has no source yet.
+            if !push {
+                let _ = self
+                    .port
+                    .decline(peer, &request.import.ticket, CANCELLED.cause);
+            }
             self.started(side, key, serial, None);
             let end = End {
                 outcome: Outcome::Cancelled,
@@ -229,6 +253,8 @@ impl<P: Port> Shared<P> {
                 memory_safe: true,
                 bytes: 0,
                 bytes_total: 0,
+                first_byte_ns: 0,
+                last_byte_ns: 0,
                 transport: "",
             };
             self.with(side, |table, now| {
@@ -237,10 +263,12 @@ impl<P: Port> Shared<P> {
             return Ok(serial);
         }
         let notify = self.notify(side, key, serial);
-        let op = self
-            .port
-            .import(peer, request.import, notify)
-            .inspect_err(|_| self.abort(side, key, serial))?;
+        let op = if push {
+            self.port.receive(offer_of(key, request.import), notify)
+        } else {
+            self.port.import(peer, request.import, notify)
+        };
+        let op = op.inspect_err(|_| self.abort(side, key, serial))?;
         self.started(side, key, serial, Some(op));
         Ok(serial)
     }
@@ -298,6 +326,33 @@ impl<P: Port> Shared<P> {
     }
 }
 
+/// # Errors
+/// `KVF_ERR_INVALID_ARGUMENT`: the keys differ.
+pub(super) fn same_key(what: &str, its: Key, key: Key) -> Result<()> {
+    if its != key {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "the {what} is about {its}, the request about {key}; both sides use the \
+             orchestrator's key"
+        );
+    }
+    Ok(())
+}
+
+/// What a receive offers to its sender.
+fn offer_of(key: Key, import: ImportDesc) -> ReceiveDesc {
+    ReceiveDesc {
+        key,
+        groups: import.groups,
+        states: import.states,
+        owned_only: import.owned_only,
+        deadline: import.deadline,
+        priority: import.priority,
+        prefix_tag: import.prefix_tag,
+        user_data: import.user_data,
+    }
+}
+
 /// Waits for a change of the table, at most so long.
 pub(super) fn wait<'a>(
     cell: &Cell,
@@ -327,14 +382,23 @@ impl<P: Port> DomainEvents for Shared<P> {
         }
     }
 
-    fn lost(&self, rank: u32) {
+    fn lost(&self, rank: Option<u32>) {
         for side in Side::ALL {
             self.with(side, |table, now| {
-                if rank == 0 {
+                if matches!(rank, None | Some(0)) {
                     table.leader_lost(now);
-                } else {
-                    table.domain.lose_rank(rank);
                 }
+                table.domain.lose_rank(rank);
+                table.wake = true;
+            });
+        }
+    }
+
+    fn alarm(&self) {
+        self.armed.store(NEVER, Ordering::Release);
+        for side in Side::ALL {
+            self.with(side, |table, now| {
+                table.domain.expire(now);
                 table.wake = true;
             });
         }

@@ -104,7 +104,9 @@ impl<P: Port> Shared<P> {
         out: &mut Vec<RequestResult>,
     ) -> Checked {
         let mut table = cell.lock();
-        let batch = table.draw(cap, self.now());
+        let now = self.now();
+        table.settle(now);
+        let batch = table.draw(cap, now);
         table.take(cap, out);
         let more = table.ready() > 0;
         self.release(cell, table);

@@ -73,6 +73,8 @@ pub(super) struct Table {
     pub(super) interrupts_seen: u64,
     /// A waiter may have something to see.
     pub(super) wake: bool,
+    /// The leader is lost, and the engine has not asked for results since.
+    pub(super) unsettled: bool,
     /// Operations to cancel, and ones to drop, once the table is unlocked.
     pub(super) cancels: Vec<Arc<dyn Operation>>,
     pub(super) dropped: Vec<Arc<dyn Operation>>,
@@ -109,6 +111,7 @@ impl Table {
             interrupts: 0,
             interrupts_seen: 0,
             wake: false,
+            unsettled: false,
             cancels: Vec::new(),
             dropped: Vec::new(),
             late_notices: 0,
@@ -397,6 +400,14 @@ impl Table {
         records.find(|(record, _)| record.key == key).cloned()
     }
 
+    /// Records of ended requests, oldest first.
+    pub(super) fn kept_records(&self) -> Vec<Record> {
+        self.records
+            .iter()
+            .map(|(record, _)| record.clone())
+            .collect()
+    }
+
     /// The operation of a request that is not over.
     pub(super) fn operation(&self, key: Key) -> Operated {
         self.requests.get(&key)?.op.clone()
@@ -437,9 +448,14 @@ impl Table {
         self.ready_ended + self.domain.ready_ended()
     }
 
-    /// Results of either kind.
+    /// Results of either kind that can be taken.
     pub(super) fn ready(&self) -> usize {
         self.ready.len() + self.domain.ready()
+    }
+
+    /// Whether a status call has something to give, if only what [`Self::settle`] makes.
+    pub(super) fn has_news(&self) -> bool {
+        self.ready() > 0 || self.unsettled && self.open > self.ready_ended
     }
 
     /// Requests that have ended on this rank, in collective mode not yet agreed on.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use super::span::{Scratch, Source, batch_bytes, copy_patterns};
+use super::span::{COPY_BYTES, Scratch, Source, copy_patterns};
 use super::{DataPath, ReadJob};
 use crate::bail;
 use crate::error::Result;
@@ -68,15 +68,15 @@ impl DataPath for InprocPath {
     }
 
     fn run(&self, job: &ReadJob) -> Result<()> {
-        let max_bytes = batch_bytes(job);
         let (mut batch, mut scratch) = (Vec::new(), Scratch::default());
-        while job.next(max_bytes, &mut batch) {
+        while job.next(COPY_BYTES, &mut batch) {
             // The source agent waits for these before it says "may be freed now".
             let _open = self.enter(&batch)?;
             let moved = copy_patterns(
                 batch.iter(),
                 |id| self.pools.get(&id).map(|pool| Source::from(&**pool)),
                 |id| job.pool(id).map(|pool| &**pool),
+                job.bytes(),
                 &mut scratch,
             )?;
             job.add_moved(moved);

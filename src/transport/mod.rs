@@ -11,7 +11,7 @@ pub mod tcp;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::error::{Error, Result, Status};
 use crate::memory::Pool;
@@ -26,13 +26,23 @@ pub use crate::memory::Lease as LeaseRef;
 /// Longest piece that is copied without looking at the cancel flag, in bytes.
 pub const PIECE_BYTES: u64 = 4 << 20;
 
+/// How far a job has been handed out.
+#[derive(Debug, Default)]
+struct Position {
+    binding: usize,
+    cursor: Cursor,
+    taken: u64,
+}
+
 /// The part of a transfer that reads from one source agent under one lease.
 #[derive(Debug)]
 pub struct ReadJob {
     bindings: Vec<Binding>,
-    position: Mutex<(usize, Cursor)>,
+    bytes: u64,
+    position: Mutex<Position>,
     pools: BTreeMap<u32, Arc<Pool>>,
     lease: LeaseRef,
+    workers: AtomicU64,
     cancelled: AtomicBool,
     /// Set with `cancelled`, for who waits on a socket; made when first needed.
     wake: OnceLock<Wake>,
@@ -52,10 +62,12 @@ impl ReadJob {
         request: wire::DataOpen,
     ) -> Self {
         Self {
+            bytes: bindings.iter().map(Binding::bytes).sum(),
             bindings,
             position: Mutex::default(),
             pools,
             lease,
+            workers: AtomicU64::new(1),
             cancelled: AtomicBool::new(false),
             wake: OnceLock::new(),
             moved: AtomicU64::new(0),
@@ -66,32 +78,63 @@ impl ReadJob {
 
     /// Bytes that the whole job moves.
     pub fn bytes(&self) -> u64 {
-        self.bindings.iter().map(Binding::bytes).sum()
+        self.bytes
     }
 
-    /// Appends the next pieces to `out`, together at most `max_bytes`; false: nothing is left, or
-    /// the job was cancelled.
-    pub fn next(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> bool {
-        self.next_at(max_bytes, out).is_some()
+    /// Says how many workers will serve the job; 1 as long as nobody does.
+    pub fn shared_by(&self, workers: usize) {
+        self.workers.store(workers.max(1) as u64, Ordering::Relaxed);
     }
 
-    /// As [`Self::next`]; tells where the pieces begin: index of the binding and position in it.
+    /// Appends the next pieces to `out`: about half of one worker's part of what is left, so that
+    /// several end at about the same time, however late one of them started or how often it was
+    /// held up; at least `least` bytes if there are as many, at most [`PIECE_BYTES`]. False:
+    /// nothing is left, or the job was cancelled.
+    pub fn next(&self, least: u64, out: &mut Vec<Pattern>) -> bool {
+        let mut position = self.position();
+        let share = match self.workers.load(Ordering::Relaxed) {
+            1 => PIECE_BYTES,
+            workers => self.bytes.saturating_sub(position.taken) / (2 * workers),
+        };
+        self.take(&mut position, share.max(least), out).is_some()
+    }
+
+    /// Appends the next pieces to `out`, together at most `max_bytes`; tells where they begin:
+    /// index of the binding and position in it. `None` as [`Self::next`]'s false.
     pub fn next_at(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> Option<(usize, Cursor)> {
+        self.take(&mut self.position(), max_bytes, out)
+    }
+
+    fn position(&self) -> MutexGuard<'_, Position> {
         if self.moved() > 0 {
             fault::point("mid_copy");
         }
-        let mut position = self.position.lock().unwrap_or_else(PoisonError::into_inner);
-        let (at, cursor) = &mut *position;
+        self.position.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(
+        &self,
+        at: &mut Position,
+        max_bytes: u64,
+        out: &mut Vec<Pattern>,
+    ) -> Option<(usize, Cursor)> {
         while !self.is_cancelled()
-            && let Some(binding) = self.bindings.get(*at)
+            && let Some(binding) = self.bindings.get(at.binding)
         {
-            let begin = (*at, *cursor);
-            if binding.take(cursor, max_bytes.min(PIECE_BYTES), out) > 0 {
+            let begin = (at.binding, at.cursor);
+            let taken = binding.take(&mut at.cursor, max_bytes.min(PIECE_BYTES), out);
+            if taken > 0 {
+                at.taken += taken;
                 return Some(begin);
             }
-            (*at, *cursor) = (*at + 1, Cursor::default());
+            (at.binding, at.cursor) = (at.binding + 1, Cursor::default());
         }
         None
+    }
+
+    /// Strided patterns that the whole job consists of.
+    pub fn patterns(&self) -> u64 {
+        self.bindings.iter().map(Binding::patterns).sum()
     }
 
     /// Our pool with this id.

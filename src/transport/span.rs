@@ -8,7 +8,6 @@ use crate::copy::{self, Strided};
 use crate::error::Result;
 use crate::memory::{Mapping, Pool};
 use crate::plan::Pattern;
-use crate::transport::{PIECE_BYTES, ReadJob};
 use crate::{bail, err};
 
 /// A readable range of this process that is not written through.
@@ -39,12 +38,9 @@ impl<'a> From<&'a Mapping> for Source<'a> {
     }
 }
 
-/// How many bytes to ask a job for at a time: few enough that several workers share a short job and
-/// that a cancel is prompt, at most [`PIECE_BYTES`]; enough that the copy loop, which sees one batch
-/// at a time, takes to streaming stores (from 1 MiB) even if blocks do not fill it up.
-pub(super) fn batch_bytes(job: &ReadJob) -> u64 {
-    (job.bytes() / 16).clamp(2 << 20, PIECE_BYTES)
-}
+/// Fewest bytes of one turn of a worker that copies: far more than asking for it costs, far less
+/// than a transfer may be held up by the last turn.
+pub(super) const COPY_BYTES: u64 = 256 << 10;
 
 /// The error for a pool id that one side does not have.
 pub(super) fn unknown_pool(side: &str, id: u32) -> crate::error::Error {
@@ -172,7 +168,8 @@ struct Placed {
     rank: usize,
 }
 
-/// Copies a batch whose source pools this process can address; returns the bytes written.
+/// Copies a batch whose source pools this process can address; returns the bytes written. `whole`
+/// is the size of the job it belongs to, which decides how it is copied.
 ///
 /// Nothing is copied before the whole batch has been checked.
 ///
@@ -183,6 +180,7 @@ pub(super) fn copy_patterns<'p, 'a>(
     batch: impl Iterator<Item = &'p Pattern> + Clone,
     source: impl Fn(u32) -> Option<Source<'a>>,
     job_pool: impl Fn(u32) -> Option<&'a Pool>,
+    whole: u64,
     scratch: &mut Scratch,
 ) -> Result<u64> {
     scratch.dims.clear();
@@ -251,7 +249,7 @@ pub(super) fn copy_patterns<'p, 'a>(
     // keep; pools are readable and writable by `Pool`'s contract, mappings readable by `Mapping`'s.
     // Source and destination are disjoint: either their ranges have no address in common or
     // `refuse_overlap` has compared the runs.
-    unsafe { copy::run(&strided) };
+    unsafe { copy::run_part(&strided, whole) };
     Ok(bytes)
 }
 

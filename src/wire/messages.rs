@@ -317,12 +317,21 @@ pub struct Goodbye {
 /// Bytes between ranks of one engine.
 #[derive(Clone, PartialEq, Message)]
 pub struct GroupMessage {
-    /// Which room decodes it.
-    #[prost(uint32, tag = "1")]
-    pub channel: u32,
-    /// Its bytes.
+    /// Who they are for.
+    #[prost(uint64, tag = "1")]
+    pub channel: u64,
+    /// The bytes.
     #[prost(bytes = "vec", tag = "2")]
     pub payload: Vec<u8>,
+    /// Place among the sender's messages to this rank, from 1; 0: only an acknowledgement.
+    #[prost(uint64, tag = "3")]
+    pub sequence: u64,
+    /// Everything up to this place has come.
+    #[prost(uint64, tag = "4")]
+    pub acked: u64,
+    /// The sender's last message on this channel.
+    #[prost(bool, tag = "5")]
+    pub leaves: bool,
 }
 
 /// What travels with a request.

@@ -14,7 +14,9 @@ import kvferry as kvf  # noqa: E402
 
 
 def structs():
-    """Yields what differs between a struct there and in C; at least its size must be known here."""
+    """Yields what differs between a struct there and in C.
+
+    A struct may end where an older header's did: docs/abi.md promises that it is accepted."""
     rows = (ROOT / "cpp_tests/struct_layout.inc").read_text()
     sizes = dict(re.findall(r"^SIZE\((\w+), (\d+)\)", rows, re.M))
     offsets = {}
@@ -25,10 +27,11 @@ def structs():
         yield "no struct found"
     for name, kind in ours.items():
         fields = {field: getattr(kind, field).offset for field, _ in kind._fields_}
-        if str(ctypes.sizeof(kind)) != sizes.get(name):
+        in_c = offsets.get(name, {})
+        if ctypes.sizeof(kind) not in {int(sizes.get(name, 0)), *in_c.values()}:
             yield f"{name}: {ctypes.sizeof(kind)} bytes, in C {sizes.get(name)}"
-        if fields != offsets.get(name):
-            yield f"{name}: fields {fields}, in C {offsets.get(name)}"
+        if list(fields.items()) != list(in_c.items())[: len(fields)]:
+            yield f"{name}: fields {fields}, in C {in_c}"
 
 
 def functions_and_constants():

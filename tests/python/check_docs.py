@@ -5,6 +5,7 @@
     modules   the table of docs/architecture.md is the one that scripts/check-modules enforces
     changelog CHANGELOG.md names every exported function
     names     every kvf_ and KVF_ name in another page exists in the header or the tests
+    tests     every test that the README's table names exists, and every command
     links     every relative link leads to a file, every `#part` to a heading"""
 
 import importlib.machinery
@@ -67,6 +68,29 @@ def names():
                 yield f"{page.relative_to(ROOT)}: {name} is not in kvferry.h"
 
 
+def tests():
+    """The last column of "What works": `name` of a test, or a command."""
+    section = re.search(r"^## What works$.*?(?=^## )", read("README.md"), re.M | re.S)[0]
+    code = "".join(f.read_text() for f in (ROOT / "cpp_tests").rglob("*.*") if f.is_file())
+    code += "".join(f.read_text() for f in (ROOT / "examples").rglob("CMakeLists.txt"))
+    for row in re.findall(r"^\|.*\|.*\|([^|]*)\|$", section, re.M):
+        for name in re.findall(r"`([^`]+)`", row):
+            program = name.split()[0].removeprefix("build/bin/")
+            kind, _, case = name.partition(".")
+            if program.startswith("scripts/"):
+                there = (ROOT / program).exists()
+            elif program.startswith("kvferry-"):
+                there = f"kvf_tool({program} " in read("tools/CMakeLists.txt")
+            elif kind == "rust":
+                there = (ROOT / f"tests/{case}.rs").exists()
+            elif kind == "consumer" and case:
+                there = re.search(rf"_case [^)]*\b{case}\b", code)
+            else:
+                there = re.search(rf"\b{re.escape(name)}", code)
+            if not there:
+                yield f"README.md: {name} is no test and no command"
+
+
 def anchor(heading):
     """As GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
@@ -88,7 +112,7 @@ def links():
 
 def main():
     """Returns the exit status."""
-    checks = {f.__name__: f for f in (example, modules, changelog, names, links)}
+    checks = {f.__name__: f for f in (example, modules, changelog, names, tests, links)}
     chosen = sys.argv[1:] or list(checks)
     wrong = [line for name in chosen for line in checks[name]()]
     print("\n".join(wrong) or f"the pages are right: {', '.join(chosen)}")

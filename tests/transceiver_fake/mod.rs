@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use kvferry::agent::{ImportDesc, Outcome, PublishDesc};
+use kvferry::agent::{ImportDesc, Outcome, PublishDesc, ReceiveDesc};
 use kvferry::err;
 use kvferry::error::{Error, Result, Status};
 use kvferry::ids::Key;
@@ -29,6 +29,8 @@ pub fn done() -> End {
         memory_safe: true,
         bytes: 4096,
         bytes_total: 4096,
+        first_byte_ns: 100,
+        last_byte_ns: 1124,
         transport: "fake",
     }
 }
@@ -102,6 +104,8 @@ pub struct Fake {
     pub inline: Mutex<Option<End>>,
     pub declined: Mutex<Vec<(Key, Status)>>,
     pub deadlines: Mutex<Vec<Duration>>,
+    /// Alarms that were asked for.
+    pub alarms: Mutex<Vec<Duration>>,
     /// The ranks of the domain, for votes: rank 0 first.
     pub domain: Mutex<Option<Arc<FakeDomain>>>,
     pub rank: AtomicU32,
@@ -160,6 +164,22 @@ impl Port for FakePort {
         let key = self.ticket_key(&desc.ticket)?;
         self.0.begin(key, Side::Generation, notify)
     }
+    fn receive(&self, desc: ReceiveDesc, notify: Notify) -> Result<Arc<dyn Operation>> {
+        self.0.deadlines.lock().unwrap().push(desc.deadline);
+        self.0.begin(desc.key, Side::Generation, notify)
+    }
+    fn push(
+        &self,
+        _: &(),
+        offer: &[u8],
+        desc: PublishDesc,
+        deadline: Duration,
+        notify: Notify,
+    ) -> Result<Arc<dyn Operation>> {
+        self.0.deadlines.lock().unwrap().push(deadline);
+        assert_eq!(desc.key, self.ticket_key(offer)?);
+        self.0.begin(desc.key, Side::Context, notify)
+    }
     fn decline(&self, _: &(), ticket: &[u8], cause: Status) -> Result<()> {
         let key = self.ticket_key(ticket)?;
         self.0.declined.lock().unwrap().push((key, cause));
@@ -174,7 +194,7 @@ impl Port for FakePort {
             _ => Err(err!(KVF_ERR_INVALID_ARGUMENT, "no ticket")),
         }
     }
-    fn join(&self, _: u64, _: u32, events: Weak<dyn DomainEvents>) -> Result<()> {
+    fn join(&self, _: u64, _: u32, _: u32, events: Weak<dyn DomainEvents>) -> Result<()> {
         let domain = self.0.domain.lock().unwrap().clone();
         let domain = domain.ok_or_else(|| err!(KVF_ERR_UNSUPPORTED, "no domain"))?;
         let rank = self.0.rank.load(Ordering::SeqCst) as usize;
@@ -185,6 +205,9 @@ impl Port for FakePort {
         let domain = self.0.domain.lock().unwrap().clone().expect("in a domain");
         let from = self.0.rank.load(Ordering::SeqCst);
         domain.send(from, rank, bytes)
+    }
+    fn alarm(&self, after: Duration) {
+        self.0.alarms.lock().unwrap().push(after);
     }
 }
 
@@ -232,13 +255,20 @@ impl FakeDomain {
         }
     }
 
+    /// A rank's alarm comes.
+    pub fn alarm(&self, rank: u32) {
+        if let Some(events) = self.ranks[rank as usize].get().and_then(Weak::upgrade) {
+            events.alarm();
+        }
+    }
+
     /// A rank dies: its unsent mail with it, and everybody hears of it.
     pub fn kill(&self, rank: u32) {
         self.dead[rank as usize].store(true, Ordering::SeqCst);
         for (other, events) in self.ranks.iter().enumerate() {
             let alive = !self.dead[other].load(Ordering::SeqCst);
             if let (true, Some(events)) = (alive, events.get().and_then(Weak::upgrade)) {
-                events.lost(rank);
+                events.lost(Some(rank));
             }
         }
     }

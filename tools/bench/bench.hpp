@@ -25,6 +25,7 @@ struct Options {
   std::uint64_t pool_mib = 1024;
   double quiet_s = 1;
   double idle_s = 10;
+  std::uint64_t pending = 10'000;
   std::vector<std::uint32_t> pin_source, pin_destination;
   bool json = false;
 
@@ -57,5 +58,7 @@ void run_latency(const Options& options, Child& source);
 void run_begin(const Options& options, Child& source);
 void run_status(const Options& options, Child& source);
 void run_idle(const Options& options, Child& source);
+void run_idle_loop(const Options& options, Child& source);
+void run_pending(const Options& options, Child& source);
 
 }  // namespace kvferry::tools

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
+#include <random>
 #include <sstream>
 #include <stdexcept>
 
@@ -56,8 +58,9 @@ struct Times {
   Json first;  // what kvferry says of its first transfer
 };
 
-// The first repetition of each is compared byte for byte and not counted. The order turns, so that
-// nobody always follows the same neighbour; every one gets fresh random blocks.
+// The first repetition of each is compared byte for byte and not counted. The order is random, so
+// that nobody always finds the caches as the same neighbour left them; every one gets fresh random
+// blocks.
 Times alternate(const Options& options, const Case& c, RemoteSource& source, Bare& bare,
                 Destination& destination) {
   Blocks random(options.pool_mib * (1 << 20) / c.block_size);
@@ -65,11 +68,14 @@ Times alternate(const Options& options, const Case& c, RemoteSource& source, Bar
   Times times;
   times.bare.resize(ways);
   std::byte* to = destination.side().data();
+  std::vector<std::size_t> order(ways + 1);
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::mt19937 shuffler(1);
   for (std::uint32_t repetition = 0; repetition <= options.repeats; ++repetition) {
     const bool first = repetition == 0;
     if (!wait_for_quiet(options.quiet_s) && !first) ++times.noisy;
-    for (std::size_t turn = 0; turn <= ways; ++turn) {
-      const std::size_t who = (turn + repetition) % (ways + 1);
+    std::shuffle(order.begin(), order.end(), shuffler);
+    for (const std::size_t who : order) {
       const std::vector<std::int32_t> slots = random.pick(c.blocks);
       if (first) destination.clear(c.blocks);
       double taken = 0;

@@ -47,6 +47,7 @@ class Side {
   Side(const Setup& setup, std::uint64_t bytes, const char* name);
 
   kvferry::Agent& agent() noexcept { return agent_; }
+  const kvferry::Engine& engine() const noexcept { return engine_; }
   std::byte* data() const noexcept { return data_; }
   Bytes metadata() const { return engine_.metadata(); }
   // The file behind a pool made by kvferry, found among this process's descriptors. Not owned.

@@ -118,7 +118,7 @@ fn a_dead_rank_fails_what_it_had_not_voted_on_and_what_comes_later() {
     let mut l = leader(2);
     l.vote(1, key(1), Vote::Done, at(0));
     l.open(key(2), at(0));
-    l.lose(1);
+    l.lose(Some(1));
     assert_eq!(decisions(&mut l), vec![(2, ended(LOST, 1))]);
     l.vote(0, key(1), Vote::Done, at(1));
     l.vote(0, key(2), Vote::Quiet, at(1));
@@ -157,7 +157,7 @@ fn the_log_is_kept_until_the_slowest_live_rank_has_applied_it() {
     assert_eq!(l.retained(), 3);
     assert_eq!(l.since(0), None);
     assert_eq!(l.since(1).unwrap().entries.len(), 2);
-    l.lose(2);
+    l.lose(Some(2));
     assert_eq!(l.retained(), 2);
 }
 
@@ -309,7 +309,7 @@ impl Engine {
 
     fn kill(&mut self, rank: usize) {
         self.ranks[rank].dead = true;
-        self.leader.lose(rank as u32);
+        self.leader.lose(Some(rank as u32));
     }
 
     /// Lets everything that is on its way arrive, and every late request expire.

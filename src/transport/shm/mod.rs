@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 
-use super::span::{self, Runs, Scratch, Source, batch_bytes, copy_patterns};
+use super::span::{self, COPY_BYTES, Runs, Scratch, Source, copy_patterns};
 use super::{DataPath, LeaseRef, ReadJob};
 use crate::bail;
 use crate::error::{Result, Status};
@@ -25,6 +25,9 @@ use process_vm::{Window, read_pair};
 /// Jobs up to this many bytes are copied by the thread that begins them: about as long as waking a
 /// worker takes.
 pub(super) const INLINE_BYTES: u64 = 32 << 10;
+
+/// Fewest bytes of one turn of a worker that reads through the kernel, which is slower than copying.
+const READ_BYTES: u64 = 128 << 10;
 
 /// How one of the peer's pools is reached.
 #[derive(Debug)]
@@ -192,6 +195,7 @@ impl ShmPath {
         batch: &[Pattern],
         job_pool: impl Fn(u32) -> Option<&'a Pool>,
         stop: impl Fn() -> bool,
+        whole: u64,
         buffers: &mut Buffers,
     ) -> Result<u64> {
         if !self.has_private {
@@ -199,6 +203,7 @@ impl ShmPath {
                 batch.iter(),
                 |id| self.mapping(id),
                 job_pool,
+                whole,
                 &mut buffers.scratch,
             );
         }
@@ -207,6 +212,7 @@ impl ShmPath {
             mapped,
             |id| self.mapping(id),
             &job_pool,
+            whole,
             &mut buffers.scratch,
         )?;
         let private = batch.iter().filter(|p| self.is_private(p.src_pool));
@@ -306,26 +312,29 @@ impl DataPath for ShmPath {
     }
 
     fn reason(&self) -> String {
-        let mapped = self
-            .pools
-            .values()
-            .filter(|p| matches!(p, PeerPool::Mapped(_)));
-        let mapped = mapped.count();
+        let mapped = |pool: &&PeerPool| matches!(pool, PeerPool::Mapped(_));
+        let mapped = self.pools.values().filter(mapped).count();
         format!(
-            "same host ({}): {mapped} pools mapped, {} read by process_vm_readv",
+            "same host, {}; of its {} pools {mapped} mapped, {} read by process_vm_readv",
             self.peer.describe(),
+            self.pools.len(),
             self.pools.len() - mapped
         )
     }
 
     fn run(&self, job: &ReadJob) -> Result<()> {
-        let max_bytes = batch_bytes(job);
+        let least = if self.has_private {
+            READ_BYTES
+        } else {
+            COPY_BYTES
+        };
         let (mut batch, mut buffers) = (Vec::new(), Buffers::default());
-        while job.next(max_bytes, &mut batch) {
+        while job.next(least, &mut batch) {
             let moved = self.copy_batch(
                 &batch,
                 |id| job.pool(id).map(|pool| &**pool),
                 || job.is_cancelled(),
+                job.bytes(),
                 &mut buffers,
             )?;
             job.add_moved(moved);

@@ -221,6 +221,7 @@ impl Destination {
             batch,
             |id| (id == 1).then_some(&*self.pool),
             || false,
+            0,
             &mut Buffers::default(),
         )
     }
@@ -321,6 +322,7 @@ fn a_stop_is_seen_between_two_calls() {
             &batch,
             |_| Some(&*dst.pool),
             || true,
+            0,
             &mut Buffers::default(),
         )
         .unwrap();

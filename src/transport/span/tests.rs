@@ -261,6 +261,7 @@ fn copy(batch: &[Pattern], sources: &[&Pool], destinations: &[&Pool]) -> Result<
         batch.iter(),
         |id| find(sources, id).map(|i| Source::from(sources[i])),
         |id| find(destinations, id).map(|i| destinations[i]),
+        0,
         &mut Scratch::default(),
     )
 }

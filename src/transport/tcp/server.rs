@@ -1,6 +1,7 @@
 //! The source's end: one named thread for each data connection.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -178,9 +179,9 @@ fn answer(
 fn pools(source: &dyn Source, batch: &[Pattern]) -> Result<HashMap<u32, Arc<Pool>>> {
     let mut pools = HashMap::new();
     for pattern in batch {
-        if !pools.contains_key(&pattern.src_pool) {
+        if let Entry::Vacant(new) = pools.entry(pattern.src_pool) {
             match source.pool(pattern.src_pool) {
-                Some(pool) => pools.insert(pattern.src_pool, pool),
+                Some(pool) => new.insert(pool),
                 None => bail!(KVF_ERR_EXPIRED, "no pool {} any more", pattern.src_pool),
             };
         }
