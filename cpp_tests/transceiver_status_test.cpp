@@ -344,6 +344,44 @@ TEST_F(CacheTransceiverTest, WhatIsNotServedSaysSo) {
   EXPECT_EQ(t.records(), "");
 }
 
+TEST(CacheTransceiverPush, TheOfferTravelsAndEveryElementArrives) {
+  kvferry::CacheTransceiverConfig config;
+  config.direction = KVF_DIRECTION_PUSH;
+  Rank context("push-context", config), generation("push-generation", config);
+  const kvferry::Peer to = context.agent.add_peer(generation.engine.metadata());
+  const kvferry::Peer from = generation.agent.add_peer(context.engine.metadata());
+  ASSERT_EQ(to.wait(long_time), KVF_OK) << to.text();
+  ASSERT_EQ(from.wait(long_time), KVF_OK) << from.text();
+  const std::vector<std::int32_t> held = {5, 9, 2}, wanted = {60, 1, 33};
+  context.fill(7, held);
+  kvferry::ReceiveRequest request;
+  request.key = kvferry::key(7);
+  request.peer = &from;
+  request.what.groups = {kvferry::wanted(0, wanted)};
+  generation.transceiver.requestAndReceiveAsync(request);
+  kvferry::Push push;
+  push.groups = {kvferry::published(0, held, 0, 20)};
+  push.aux = {4, 5};
+  context.transceiver.respondAndSendAsync(to, generation.transceiver.offer(request.key), push);
+  const auto received = generation.transceiver.checkGenTransferStatus(1, long_time);
+  ASSERT_EQ(received.completed().size(), 1u) << generation.transceiver.errorText(request.key);
+  EXPECT_EQ(received.results[0].bytes, 20 * token_bytes * layers * 2);
+  EXPECT_EQ(generation.transceiver.aux(request.key), (kvferry::Bytes{4, 5}));
+  generation.expect(7, wanted, 20);
+  EXPECT_EQ(context.transceiver.checkContextTransferStatus(1, long_time).completed().size(), 1u);
+
+  const kvf_request_record record = generation.transceiver.record(request.key);
+  EXPECT_GT(record.first_byte_ns, 0u);
+  EXPECT_GE(record.last_byte_ns, record.first_byte_ns);
+  EXPECT_GT(record.gb_per_s, 0.0);
+  const std::string lines = generation.transceiver.records();
+  EXPECT_NE(lines.find("\"request\":7,"), std::string::npos) << lines;
+  EXPECT_EQ(generation.transceiver.records(KVF_RECORDS_CSV).rfind("request,attempt,side,", 0), 0u);
+  const std::string metrics = generation.agent.metrics_text();
+  EXPECT_NE(metrics.find("kvferry_received_bytes_total{peer=\"push-context\""), std::string::npos)
+      << metrics;
+}
+
 TEST_F(CacheTransceiverTest, DrainAndShutdownLeaveNothingBehind) {
   send(1, {0}, 8);
   EXPECT_FALSE(context.transceiver.drain(20ms));

@@ -15,6 +15,7 @@
 #include <optional>
 #include <random>
 #include <sstream>
+#include <utility>
 
 #include "cache.hpp"
 #include "shape.hpp"
@@ -194,8 +195,7 @@ class Rank {
   }
   // Takes the offers back and waits until their slots may be reused.
   void release() {
-    if (transceiver_ && side_ == 0) release_requests();
-    begun_.clear();
+    if (transceiver_) release_requests();
     for (auto& publication : publications_) {
       publication.release();
       (void)!publication.wait(kLongest);
@@ -236,10 +236,10 @@ class Rank {
   // Takes results until every receive of the round was reported, once and as a success.
   std::uint64_t finish_requests() {
     std::uint64_t bytes = 0;
-    std::vector<kvf_key> open = begun_;
+    std::vector<kvf_key> open = std::exchange(begun_, {});
     while (!open.empty()) {
       const auto ended = transceiver_->checkGenTransferStatus(1, kLongest);
-      if (ended.status != KVF_OK) throw std::runtime_error("a status call timed out");
+      if (ended.results.empty()) throw std::runtime_error("a receive was not reported");
       for (const kvf_request_result& result : ended.results) {
         close(open, result);
         if (result.outcome != KVF_OUTCOME_DONE || result.memory_safe == 0) {
@@ -255,11 +255,11 @@ class Rank {
   }
   // Publications that no reader needs are cancelled; all must end and be safe.
   void release_requests() {
-    std::vector<kvf_key> open = begun_;
+    std::vector<kvf_key> open = std::exchange(begun_, {});
     for (const kvf_key key : open) (void)transceiver_->cancelRequest(key);
     while (!open.empty()) {
       const auto ended = transceiver_->checkContextTransferStatus(1, kLongest);
-      if (ended.status != KVF_OK) throw std::runtime_error("a status call timed out");
+      if (ended.results.empty()) throw std::runtime_error("a publication was not reported");
       for (const kvf_request_result& result : ended.results) {
         close(open, result);
         const bool known =

@@ -381,6 +381,7 @@ impl Control {
         if let Some(entry) = self.publications.entries.get(&id)
             && !entry.machine.noted(consumer)
         {
+            entry.new.cell.times.copying(); // if it never claimed
             entry.new.cell.times.copied();
             let bytes = &entry.new.cell.bytes;
             bytes.fetch_add(finished.bytes, Ordering::Relaxed);

@@ -225,7 +225,7 @@ pub struct kvf_request_record {
     pub first_byte_ns: u64,
     /// The last byte on this rank, not attested yet; context side: the last reader's end.
     pub last_byte_ns: u64,
-    /// `bytes` in the time between those two, in GB/s; 0 = nothing was moved.
+    /// `bytes` in the time between those two, in GB/s; 0 = nothing was moved, or context side.
     pub gb_per_s: f64,
 }
 abi_struct!(head kvf_request_record {

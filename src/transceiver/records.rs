@@ -61,9 +61,13 @@ impl<'a> From<&'a Record> for Line<'a> {
 }
 
 impl Record {
-    /// Bytes per nanosecond between the first and the last byte; 0 if nothing was moved.
+    /// Bytes per nanosecond between the first and the last byte; 0 if nothing was moved, and on the
+    /// context side, which only hears of its readers.
     #[must_use]
     pub fn gb_per_s(&self) -> f64 {
+        if self.side == Side::Context {
+            return 0.0;
+        }
         match self.last_byte_ns.saturating_sub(self.first_byte_ns) {
             0 => 0.0,
             ns => self.bytes as f64 / ns as f64,
