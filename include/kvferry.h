@@ -2045,7 +2045,7 @@ typedef struct kvf_request_record {
    */
   uint64_t last_byte_ns;
   /**
-   * `bytes` in the time between those two, in GB/s; 0 = nothing was moved.
+   * `bytes` in the time between those two, in GB/s; 0 = nothing was moved, or context side.
    */
   double gb_per_s;
 } kvf_request_record;
