@@ -1,6 +1,6 @@
 //! The metrics text of two agents: it is Prometheus' format, and its numbers are those of the
 //! transfers that were made.
-#![allow(missing_docs, clippy::unwrap_used, clippy::panic)]
+#![allow(clippy::panic, missing_docs, clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};

@@ -169,11 +169,12 @@ TEST(Lessons, Lesson08_ACancelInMidCopyIsAStateUntilTheMemoryIsQuiet) {
     ASSERT_TRUE(status == KVF_OK || status == KVF_ERR_CANCELLED) << name_of(status);
     ASSERT_TRUE(eventually([&] { return transfer.query().memory_safe == 1; }));
     const auto info = transfer.query();
-    cancelled = status == KVF_ERR_CANCELLED;
-    EXPECT_EQ(duo.published(key), cancelled ? "KVF_ERR_CANCELLED_BY_PEER" : "KVF_OK");
+    EXPECT_EQ(duo.published(key),
+              status == KVF_ERR_CANCELLED ? "KVF_ERR_CANCELLED_BY_PEER" : "KVF_OK");
+    // One that came behind the last piece is tried again.
+    cancelled = status == KVF_ERR_CANCELLED && info.bytes < info.bytes_total;
     if (cancelled) {
       EXPECT_GT(info.bytes, 0u);
-      EXPECT_LT(info.bytes, info.bytes_total);
       EXPECT_EQ(info.parts[0].state, static_cast<std::uint32_t>(KVF_PART_FAILED));
     }
   }
@@ -272,10 +273,13 @@ TEST(Lessons, Lesson16_BothSidesOfAPushHaveTheirTimeOut) {
 }
 
 TEST(Lessons, Lesson18_WhatIsPublishedStaysAndASendersEndReachesTheReceiver) {
-  Duo duo(large());
+  // Long enough that a word through a pipe comes in mid-copy, also on two busy cores.
+  Model model = large();
+  model.head_bytes *= 8;
+  Duo duo(model);
   const auto slots = first(9);
   bool told = false;
-  for (std::uint64_t key = 1; key <= 50 && !told; ++key) {
+  for (std::uint64_t key = 1; key <= 200 && !told; ++key) {
     kvferry::Receive what;
     what.key = kvferry::key(key);
     what.groups = {kvferry::wanted(0, slots, 0, 36)};
@@ -648,7 +652,8 @@ TEST(Lessons, Lesson49_50_53_NoAddressOutsideOfAPoolIsEverUsed) {
 
 TEST(Lessons, Lesson51_EveryPoolSaysHowItCanBeRead) {
   Duo mapped;
-  EXPECT_NE(mapped.peer.text().find("1 pools mapped"), std::string::npos) << mapped.peer.text();
+  EXPECT_NE(mapped.peer.text().find("of its 1 pools 1 mapped"), std::string::npos)
+      << mapped.peer.text();
   Model model;
   model.memory = MemoryKind::own;
   Duo own(model);

@@ -16,6 +16,7 @@
 #include <iostream>
 #include <map>
 #include <sstream>
+#include <thread>
 
 #include "cache.hpp"
 
@@ -69,6 +70,12 @@ class Program {
       std::uint64_t ms = 0;
       in >> number >> ms;
       const auto status = transfers_.at(number).wait(std::chrono::milliseconds(ms));
+      // The outcome may come before the last piece of a copy has stopped.
+      const auto quiet_by = std::chrono::steady_clock::now() + 5s;
+      while (status != KVF_TIMED_OUT && transfers_[number].query().memory_safe == 0 &&
+             std::chrono::steady_clock::now() < quiet_by) {
+        std::this_thread::sleep_for(100us);
+      }
       return name(status) + (transfers_[number].query().memory_safe != 0 ? " safe" : " unsafe");
     }
     if (command == "differs") {

@@ -345,6 +345,10 @@ class Driver {
     Remote& mortal = sources_[1];
     mortal.end(report_.restarts % 2 == 1);
     ++report_.restarts;
+    // A receive does not know its sender before it has heard of it: that is for the engine to end.
+    for (auto& [number, job] : jobs_) {
+      if (job.source == 1 && job.kind == Kind::push) job.transfer.cancel();
+    }
     mortal.start();
   }
 

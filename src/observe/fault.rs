@@ -6,7 +6,7 @@
 #[cfg(feature = "testing")]
 pub use armed::arm;
 
-/// Does what `KVF_FAULT` (or [`arm`]) asks for at the point `name`: `name:kill` or `name:stop`
+/// Does what `KVF_FAULT` (or `arm`) asks for at the point `name`: `name:kill` or `name:stop`
 /// sends this process SIGKILL or SIGSTOP, once.
 #[inline(always)]
 pub fn point(name: &str) {
