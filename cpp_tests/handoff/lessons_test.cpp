@@ -156,10 +156,12 @@ TEST(Lessons, Lesson07_ATicketThatIsNeverUsedHoldsNothing) {
 }
 
 TEST(Lessons, Lesson08_ACancelInMidCopyIsAStateUntilTheMemoryIsQuiet) {
-  Duo duo(large());
+  Model model = large();
+  model.head_bytes *= 8;
+  Duo duo(model);
   const auto slots = first(9);
   bool cancelled = false;
-  for (std::uint64_t key = 1; key <= 50 && !cancelled; ++key) {
+  for (std::uint64_t key = 1; key <= 200 && !cancelled; ++key) {
     auto transfer = duo.pull(duo.publish(key, slots), slots);
     while (transfer.poll() == KVF_IN_PROGRESS && transfer.query().bytes == 0) {
       std::this_thread::yield();
