@@ -358,7 +358,7 @@ unsafe fn line<V: Vector, const STREAM: bool>(dst: *mut u8, src: *const u8) {
 /// Stores one vector.
 ///
 /// # Safety
-/// As [`line`], for one vector.
+/// As [`line()`], for one vector.
 #[inline(always)]
 unsafe fn put<V: Vector, const STREAM: bool>(vector: V, dst: *mut u8) {
     // SAFETY: the caller's promise, passed on.

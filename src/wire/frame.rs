@@ -1,4 +1,4 @@
-//! A frame is a little-endian `u32` length and one [`Frame`](super::Frame) message.
+//! A frame is a little-endian `u32` length and one `Frame` message.
 
 use prost::Message;
 

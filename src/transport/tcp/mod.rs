@@ -1,8 +1,8 @@
 //! Bytes through a stream socket: TCP, or a Unix socket where shared memory is refused.
 //!
-//! The reader never sends addresses. It names its slots once ([`wire::DataOpen`]), from which the
+//! The reader never sends addresses. It names its slots once ([`crate::wire::DataOpen`]), from which the
 //! source derives the very same copies out of its own publication, and then asks for pieces of
-//! them by position ([`wire::DataRead`]), several at a time. The source answers each with a head,
+//! them by position ([`crate::wire::DataRead`]), several at a time. The source answers each with a head,
 //! the bytes in the order of the copies, and a trailer that says whether the lease held after the
 //! last byte had been handed to the kernel.
 //!
