@@ -609,7 +609,7 @@ typedef struct kvf_agent_config {
    */
   uint64_t peer_silence_ns;
   /**
-   * Distance of heartbeats on an otherwise silent link, in ns; 0 = 2 s.
+   * Distance of heartbeats on an otherwise silent link, in ns; 0 = 3 s.
    */
   uint64_t heartbeat_ns;
   /**

@@ -28,7 +28,7 @@ impl Default for Timeouts {
         Self {
             connect: Duration::from_secs(10),
             peer_silence: Duration::from_secs(10),
-            heartbeat: Duration::from_secs(2),
+            heartbeat: Duration::from_secs(3),
             claim: Duration::from_secs(300),
             lease: Duration::from_secs(30),
             transfer: Duration::from_secs(60),

@@ -207,6 +207,22 @@ impl Control {
         self.timers.set(Timer::Remote(agent), Some(at));
     }
 
+    /// A heartbeat came: ours goes out in the same wake-up if it is due soon, so that an idle pair
+    /// beats together and wakes half as often.
+    fn answer_heartbeat(&mut self, agent: Incarnation) {
+        let (now, every) = (self.now(), self.shared.config.timeouts.heartbeat);
+        if let Some(remote) = self.remotes.get_mut(&agent)
+            && let LinkState::Up(link) = &remote.state
+            && now.saturating_sub(remote.last_sent) >= every / 2
+        {
+            link.send(Body::Heartbeat(wire::Heartbeat {
+                sequence: now.as_millis() as u64,
+            }));
+            remote.last_sent = now;
+            self.arm_remote(agent);
+        }
+    }
+
     /// A deadline of a remote is due; `late`: how much later than planned we run.
     pub fn remote_due(&mut self, agent: Incarnation, late: Duration) {
         let now = self.now();
@@ -374,7 +390,8 @@ impl Control {
             Body::Refuse(r) => self.refused(agent, link, r),
             Body::MemoryRequest(_) => self.send_memory(agent),
             Body::Memory(m) => self.memory(agent, link, m, fds),
-            Body::Heartbeat(_) | Body::Hello(_) => {}
+            Body::Heartbeat(_) => self.answer_heartbeat(agent),
+            Body::Hello(_) => {}
             Body::Group(m) => self.on_group(agent, m),
             Body::DataHello(_) | Body::DataOpen(_) | Body::DataRead(_) | Body::DataClose(_) => {
                 let text = "a data message on a control link";

@@ -44,7 +44,7 @@ pub struct kvf_agent_config {
     pub connect_ns: u64,
     /// A peer that has sent nothing for this long is lost, in ns; 0 = 10 s.
     pub peer_silence_ns: u64,
-    /// Distance of heartbeats on an otherwise silent link, in ns; 0 = 2 s.
+    /// Distance of heartbeats on an otherwise silent link, in ns; 0 = 3 s.
     pub heartbeat_ns: u64,
     /// Life of a publication until its first reader, in ns; 0 = 300 s.
     pub claim_ns: u64,
