@@ -329,15 +329,17 @@ impl Control {
         let Some(remote) = self.remotes.remove(&agent) else {
             return;
         };
+        // Whoever reads it later must know whom it is about.
+        let name = remote.info().name.as_str();
+        let end = match end.text.contains(name) {
+            true => end,
+            false => End::new(end.status, format!("agent {name}: {}", end.text)),
+        };
         self.timers.set(Timer::Remote(agent), None);
         if let LinkState::Up(link) | LinkState::Greeting(link, _) = &remote.state {
             self.link_owner.remove(&link.id);
         }
-        self.shared.log.warn(format_args!(
-            "agent {} is lost: {}",
-            remote.info().name,
-            end.text
-        ));
+        self.shared.log.warn(format_args!("lost: {}", end.text));
         remote
             .route
             .set(Some(Err(Error::new(end.status, end.text.clone()))));
