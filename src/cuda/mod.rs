@@ -1,0 +1,3 @@
+//! CUDA. Only the kernel is there yet.
+
+pub mod kernel;
