@@ -10,6 +10,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{mpsc, oneshot};
 
 use super::api::{Event, EventKind};
+use super::gates::{Gated, Gates};
 use super::group::Groups;
 use super::link::{INBOX, Incoming, LinkId, Socket};
 use super::notices::Notices;
@@ -43,6 +44,12 @@ pub(super) enum Command {
     /// A worker has made, or failed to make, the data path to a remote agent over a link.
     Path(Incarnation, LinkId, Result<Arc<dyn DataPath>, Error>),
     UnregisterPool(u32, Now, u64),
+    /// What a caller's stream held is done.
+    GateOpen(Gated),
+    /// A device could not be stopped: the memory of (import, job) is never safe again.
+    Stuck(u64, usize, End),
+    /// Nothing here maps the agent's pool any more.
+    Unmapped(Incarnation, u32),
     /// Pools or the agent may have become idle.
     Idle,
     Group(super::group::Order),
@@ -65,6 +72,7 @@ pub(super) enum Timer {
     Offer(u64),
     /// A channel's alarm.
     Group(u64),
+    Gates,
     Drain,
 }
 
@@ -86,7 +94,7 @@ impl std::hash::Hash for Timer {
             }
             Self::Remote(id) => id.hash(state),
             Self::Pool(id) => id.hash(state),
-            Self::Drain => {}
+            Self::Gates | Self::Drain => {}
         }
     }
 }
@@ -142,6 +150,7 @@ pub(super) struct Control {
     pub notices: Notices,
     pub offers: Offers,
     pub groups: Groups,
+    pub gates: Gates,
     pub drains: Vec<(Now, oneshot::Sender<bool>)>,
     pub stopping: Option<oneshot::Sender<()>>,
 }
@@ -176,6 +185,7 @@ impl Control {
             notices: Notices::default(),
             offers: Offers::default(),
             groups: Groups::default(),
+            gates: Gates::default(),
             drains: Vec::new(),
             stopping: None,
         };
@@ -240,6 +250,7 @@ impl Control {
                 Timer::Pool(pool) => self.pool_late(pool),
                 Timer::Offer(id) => self.offer_over(id),
                 Timer::Group(channel) => self.group_alarm_due(channel),
+                Timer::Gates => self.check_gates(),
                 Timer::Drain => self.check_drains(),
             }
         }
@@ -260,6 +271,11 @@ impl Control {
             Command::Stopped(id, job, end) => {
                 self.import_event(id, crate::session::reader::Event::Stopped(job, end));
             }
+            Command::Stuck(id, job, end) => {
+                self.import_event(id, crate::session::reader::Event::SourceLost(job, end));
+            }
+            Command::GateOpen(what) => self.gate_open(what),
+            Command::Unmapped(agent, pool) => self.unmapped(agent, pool),
             Command::Tell(finished) => finished.into_iter().for_each(|f| self.tell_finished(f)),
             Command::Hold(peer, held) => self.hold(&peer, &held),
             Command::AddPeer(peer) => self.add_peer(peer),
@@ -300,18 +316,27 @@ impl Control {
     }
 
     /// Says "may be freed now" for pools that are leaving and have no users.
-    fn release_pools(&mut self) {
+    pub fn release_pools(&mut self) {
+        let mut asked = Vec::new();
         let mut state = self.shared.lock();
         for (id, entry) in &mut state.pools {
             if let Some(user_data) = entry.leaving
                 && entry.users == 0
                 && !entry.released
             {
+                if entry.is_held() {
+                    if !std::mem::replace(&mut entry.exported.asked, true) {
+                        let holders = entry.exported.holders.keys();
+                        asked.extend(holders.map(|agent| (*agent, *id)));
+                    }
+                    continue;
+                }
                 // Readers of this process may be in the middle of a piece; then we hear of it.
                 let shared = self.shared.clone();
                 if !entry.pool.close(move || shared.send(Command::Idle)) {
                     continue;
                 }
+                entry.pool.unpin();
                 entry.released = true;
                 self.timers.set(Timer::Pool(*id), None);
                 self.shared
@@ -319,6 +344,8 @@ impl Control {
                     .push(pool_event(*id, user_data, Status::KVF_OK));
             }
         }
+        drop(state);
+        self.ask_to_unmap(asked);
     }
 
     fn pool_late(&mut self, pool: u32) {
@@ -330,6 +357,7 @@ impl Control {
         {
             // The pool stays registered; the caller may ask again.
             entry.leaving = None;
+            entry.exported.asked = false;
             entry.pool.reopen();
             self.shared
                 .events

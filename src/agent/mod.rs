@@ -9,6 +9,8 @@ mod begin;
 mod cells;
 mod control;
 mod count;
+mod device_pools;
+mod gates;
 mod group;
 mod handshake;
 mod link;
@@ -36,8 +38,11 @@ use std::time::{Duration, Instant};
 
 pub use api::*;
 pub use cells::{Notice, Observer};
+pub use device_pools::cuda_info;
 pub use group::GroupEvents;
 pub use log::LogSink;
+
+pub use crate::cuda::CallerStream;
 
 use crate::bail;
 use crate::error::{Result, Status};
@@ -124,6 +129,10 @@ impl Agent {
     }
 
     fn add_pool(&self, pool: Pool) -> Result<u32> {
+        self.add_pool_with(pool, None)
+    }
+
+    fn add_pool_with(&self, pool: Pool, memory: Option<crate::cuda::DeviceMemory>) -> Result<u32> {
         let id = pool.id();
         let mut state = self.shared.lock();
         if let Some(other) = state.pools.values().find(|e| e.pool.overlaps(&pool)) {
@@ -141,6 +150,10 @@ impl Agent {
             leaving: None,
             released: false,
             forget: false,
+            exported: device_pools::Exported {
+                memory,
+                ..device_pools::Exported::default()
+            },
         };
         state.pools.insert(id, entry);
         Ok(id)
@@ -196,12 +209,17 @@ impl Agent {
             Some(entry) => {
                 let shared = self.shared.clone();
                 let idle = entry.released
-                    || (entry.users == 0 && entry.pool.close(move || shared.send(Command::Idle)));
+                    || (entry.users == 0
+                        && !entry.is_held()
+                        && entry.pool.close(move || shared.send(Command::Idle)));
                 if !idle {
                     entry.leaving = Some(user_data);
                     entry.forget = true;
+                    // Other processes are asked to unmap it.
+                    self.shared.send(Command::Idle);
                     return Status::KVF_IN_PROGRESS;
                 }
+                entry.pool.unpin();
                 let entry = state.pools.remove(&pool);
                 drop(state);
                 drop(entry); // unmapping is not for the lock
@@ -276,6 +294,7 @@ impl Agent {
             bytes: e.pool.bytes(),
             address: 0,
             mappable: e.pool.fd().is_some(),
+            device: None,
         });
         metadata::encode_agent(&metadata::Announced {
             rank: &rank,
@@ -600,6 +619,7 @@ impl Agent {
         let control = thread.join_until(deadline);
         let workers = self.shared.workers.close(deadline);
         let data = self.shared.data.close(deadline);
+        self.shared.devices.close();
         if !control || !workers || !data {
             bail!(
                 KVF_ERR_DEADLINE,
@@ -757,6 +777,20 @@ impl Transfer {
     /// Waits for the outcome: as `poll`, or `KVF_TIMED_OUT`.
     pub fn wait(&self, timeout: Duration) -> Status {
         self.cell().wait(timeout)
+    }
+
+    /// Makes a stream wait until the transfer has its outcome, without a block on the host.
+    ///
+    /// # Errors
+    /// A stream that is none or is captured; `KVF_ERR_UNSUPPORTED` without stream memory operations.
+    pub fn stream_wait(&self, stream: CallerStream) -> Result<()> {
+        // Before the word is there, so that a bad stream is refused in any case.
+        stream.context(&[])?;
+        if self.poll() == Status::KVF_IN_PROGRESS {
+            let word = self.agent.devices.stream_wait(stream)?;
+            self.cell().keep_until_end(Box::new(word));
+        }
+        Ok(())
     }
 
     /// Asks for its end; idempotent. The outcome tells whether it came first.

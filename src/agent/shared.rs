@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use super::api::{AgentConfig, Event};
 use super::begin::ImportCell;
 use super::control::Command;
+use super::device_pools::Exported;
 use super::group::Board;
 use super::log::Log;
 use super::metadata::EngineInfo;
@@ -18,6 +19,7 @@ use super::serving::DataConnections;
 use super::slots::Slots;
 use super::source::PublicationCell;
 use crate::bail;
+use crate::cuda::Devices;
 use crate::error::{Result, Status};
 use crate::ids::Incarnation;
 use crate::layout::{Invariants, Layout};
@@ -39,6 +41,7 @@ pub(super) struct Shared {
     pub commands: mpsc::UnboundedSender<Command>,
     pub workers: Workers,
     pub data: DataConnections,
+    pub devices: Arc<Devices>,
     pub groups: Mutex<Board>,
     pub log: Log,
     pub metrics: Metrics,
@@ -77,6 +80,8 @@ pub(super) struct PoolEntry {
     pub released: bool,
     /// Its handle is gone: drop the entry once it is released.
     pub forget: bool,
+    /// Device memory, and who else may have it mapped.
+    pub exported: Exported,
 }
 
 /// The engine that this agent is a rank of.
@@ -113,6 +118,7 @@ impl Shared {
             commands,
             workers,
             data: DataConnections::default(),
+            devices: Arc::default(),
             groups: Mutex::default(),
             log,
             metrics,
