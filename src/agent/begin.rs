@@ -526,8 +526,11 @@ pub(super) fn written_slots(wants: &Wants, layout: &Layout) -> Result<Vec<GroupS
             true => entry(want.skip_token / per_block)..entry(want.token_end.div_ceil(per_block)),
             false => 0..0,
         };
-        let held = want.slots[written].iter().filter(|slot| **slot >= 0);
-        let slots = held.map(|slot| *slot as u32).collect();
+        let mut slots: Vec<u32> = want.slots[written]
+            .iter()
+            .map(|slot| *slot as u32)
+            .collect();
+        slots.retain(|slot| *slot as i32 >= 0);
         all.push((want.group, slots));
     }
     for want in &wants.states {
@@ -598,7 +601,7 @@ pub(super) fn bind(
             pair,
             Request {
                 group: want.group as usize,
-                src_slots: &published.slots,
+                src_slots: &wire::unpack_slots(&published.slots)?,
                 dst_slots: &want.slots,
                 src_first_ordinal: published.first_ordinal,
                 dst_first_ordinal: want.first_ordinal,

@@ -77,7 +77,7 @@ pub(super) fn publish(
             .iter()
             .map(|g| wire::TicketGroup {
                 group: g.group,
-                slots: g.slots.clone(),
+                slots: wire::pack_slots(&g.slots),
                 token_begin: g.token_begin,
                 token_end: g.token_end,
                 first_ordinal: g.first_ordinal,

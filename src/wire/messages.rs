@@ -392,9 +392,9 @@ pub struct TicketGroup {
     /// Group id.
     #[prost(uint32, tag = "1")]
     pub group: u32,
-    /// Block of each owned ordinal, -1 = not held.
-    #[prost(sint32, repeated, tag = "2")]
-    pub slots: Vec<i32>,
+    /// Block of each owned ordinal, -1 = not held; see [`super::pack_slots`].
+    #[prost(bytes = "vec", tag = "2")]
+    pub slots: Vec<u8>,
     /// First valid token.
     #[prost(uint64, tag = "3")]
     pub token_begin: u64,
@@ -460,9 +460,9 @@ pub struct DataPart {
     /// A state slot, not a paged group.
     #[prost(bool, tag = "2")]
     pub state: bool,
-    /// The reader's slots.
-    #[prost(sint32, repeated, tag = "3")]
-    pub slots: Vec<i32>,
+    /// The reader's slots; see [`super::pack_slots`].
+    #[prost(bytes = "vec", tag = "3")]
+    pub slots: Vec<u8>,
     /// Block ordinal from which `slots` counts.
     #[prost(uint64, tag = "4")]
     pub first_ordinal: u64,

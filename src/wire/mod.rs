@@ -5,7 +5,9 @@
 
 mod frame;
 mod messages;
+mod slots;
 pub mod votes;
 
 pub use frame::{Decoder, MAX_FRAME, encode};
 pub use messages::*;
+pub use slots::{pack_slots, unpack_slots};
