@@ -90,7 +90,7 @@
 #define KVF_DIRECTION_PULL 0
 
 /**
- * The source sends into slots that the destination opens. Not for transceivers yet.
+ * The source sends into slots that the destination opens.
  */
 #define KVF_DIRECTION_PUSH 1
 
@@ -949,7 +949,7 @@ typedef struct kvf_import_desc {
    */
   uint32_t direction;
   /**
-   * The engine that the ticket comes from.
+   * The engine that the ticket comes from. KVF_DIRECTION_PUSH: as in kvf_receive_desc.
    */
   const struct kvf_peer *peer;
   /**
@@ -1636,6 +1636,11 @@ typedef struct kvf_receive_desc {
    * Returned in the transfer's events.
    */
   uint64_t user_data;
+  /**
+   * The engine that will push: nobody else may, and the receive fails at once when that engine is
+   * lost. NULL = any engine; then the deadline alone ends a receive that nobody answers.
+   */
+  const struct kvf_peer *peer;
 } kvf_receive_desc;
 
 /**
@@ -2396,8 +2401,8 @@ KVF_NOEXCEPT;
  *         KVF_ERR_DUPLICATE also for an owned-only slot that is to be written.
  *
  * # Safety
- * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
- * its pointers to what they say, @p transfer be writable.
+ * @p agent and `desc->peer` (if not NULL) must be live, @p desc point to `desc->struct_size`
+ * readable bytes and its pointers to what they say, @p transfer be writable.
  */
 kvf_status kvf_import_begin(struct kvf_agent *agent,
                             const struct kvf_import_desc *desc,
@@ -2842,10 +2847,10 @@ KVF_NOEXCEPT;
  * @param      agent     The agent.
  * @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
  * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return As kvf_import_begin().
+ * @return As kvf_import_begin(); KVF_ERR_INCOMPATIBLE if the layout of `desc->peer` does not fit.
  *
  * # Safety
- * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
+ * @p agent and `desc->peer` (if not NULL) must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
  * what they say, @p transfer be writable.
  */
 kvf_status kvf_receive_begin(struct kvf_agent *agent,
@@ -3638,7 +3643,7 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
 #define KVF_QUARANTINED_SLOT_INIT {0, 0, 0}
 #define KVF_RECEIVE_DESC_INIT \
     {sizeof(kvf_receive_desc), KVF_ABI_VERSION, 0, {0, 0, 0}, NULL, sizeof(kvf_import_group), \
-     0, NULL, sizeof(kvf_import_state), 0, NULL, sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0}
+     0, NULL, sizeof(kvf_import_state), 0, NULL, sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0, NULL}
 #define KVF_RECEIVE_REQUEST_INIT \
     {sizeof(kvf_receive_request), KVF_ABI_VERSION, 0, {0, 0, 0}, NULL, NULL, 0, NULL, \
      sizeof(kvf_import_group), 0, NULL, sizeof(kvf_import_state), 0, NULL, \

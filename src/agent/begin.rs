@@ -281,6 +281,7 @@ pub(super) fn import(
         lease,
         priority: desc.priority,
         offer: None,
+        sender: None,
     })));
     Ok(cell)
 }

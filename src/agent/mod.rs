@@ -492,12 +492,19 @@ impl Agent {
         })
     }
 
-    /// Offers slots to a sender; [`Transfer::offer`] has the bytes for it. Never blocks.
+    /// Offers slots to a sender; [`Transfer::offer`] has the bytes for it. With a `sender` only
+    /// that engine may push, and the receive fails when it is lost. Never blocks.
     ///
     /// # Errors
     /// As for [`Self::import_begin`].
-    pub fn receive_begin(&self, desc: ReceiveDesc, observer: Option<Observer>) -> Result<Transfer> {
-        let (cell, offer) = offer::receive(&self.shared, desc, observer)?;
+    pub fn receive_begin(
+        &self,
+        sender: Option<&Peer>,
+        desc: ReceiveDesc,
+        observer: Option<Observer>,
+    ) -> Result<Transfer> {
+        let sender = sender.map(|peer| &peer.shared);
+        let (cell, offer) = offer::receive(&self.shared, sender, desc, observer)?;
         Ok(Transfer {
             kind: TransferKind::Receive(cell, offer),
             agent: self.shared.clone(),

@@ -13,7 +13,7 @@ use super::begin::{
 use super::control::{Command, Control, Timer};
 use super::count::saved_bytes;
 use super::notices::Finished;
-use super::peers::Route;
+use super::peers::{PeerShared, Route};
 use super::serving::data_open;
 use super::shared::Shared;
 use super::ticket::{decode_ticket, entry_of, key};
@@ -52,10 +52,12 @@ pub(super) struct NewImport {
     pub priority: i32,
     /// A receive: jobs come with the senders' pushes.
     pub offer: Option<u64>,
+    /// A receive: the engine that will push, if the caller knows it.
+    pub sender: Option<Arc<PeerShared>>,
 }
 
 pub(super) struct Import {
-    new: NewImport,
+    pub(super) new: NewImport,
     machine: reader::Import,
 }
 
@@ -83,6 +85,7 @@ impl Control {
         for job in 0..jobs {
             self.try_start(id, job);
         }
+        self.look_for_senders(id);
     }
 
     /// Starts a job whose route and slots are known; asks for what is missing.
@@ -294,6 +297,9 @@ impl Control {
         for (id, job) in self.jobs_from(agent) {
             self.import_event(id, Event::SourceLost(job, end.clone()));
         }
+        for id in self.receives_from(agent) {
+            self.look_for_senders(id);
+        }
     }
 
     /// A source said that a publication has ended.
@@ -401,11 +407,21 @@ impl Control {
         let Some(id) = self.offer_import(offer) else {
             return self.answer_ended_offer(agent, offer, ticket, entry);
         };
+        let Some(import) = self.imports.get(&id) else {
+            return Ok(());
+        };
+        if let Some(sender) = &import.new.sender
+            && sender.engine.id().0[..] != ticket.engine[..]
+        {
+            crate::bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "{} is received from engine {:?}; this push is from another one",
+                key(ticket.key),
+                sender.engine.id()
+            );
+        }
+        let known = !import.new.jobs.is_empty();
         self.ask_memory(agent);
-        let known = self
-            .imports
-            .get(&id)
-            .is_some_and(|i| !i.new.jobs.is_empty());
         if !known {
             let senders = self.inward_pairs(agent, ticket.dp_rank)?;
             let own = self.shared.lock().engine()?;
