@@ -4,19 +4,19 @@ use std::collections::HashMap;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::api::{ImportGroup, ImportState};
 use super::begin::{Wants, bind};
 use super::lock;
 use super::metadata::{EngineInfo, RankInfo, incarnation};
-use super::shared::{Shared, random};
+use super::shared::{OwnEngine, Shared, random};
 use super::ticket::key;
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
 use crate::memory::Pool;
-use crate::plan::{Plan, Policy};
+use crate::plan::{Pair, Plan, Policy};
 use crate::runtime::{Thread, spawn};
 use crate::transport::tcp::{Opened, Serving, Source, Stream, serve};
 use crate::wire::{self, Body, DataHello, DataOpen, DataPart, Decoder, Frame};
@@ -136,6 +136,7 @@ pub(super) fn admit(shared: &Arc<Shared>, fd: OwnedFd, hello: &DataHello) -> Res
         let source = Publications {
             shared: serving.clone(),
             reader,
+            pair: OnceLock::new(),
         };
         let mut welcome = Vec::new();
         let frame = Frame {
@@ -170,6 +171,28 @@ pub(super) fn admit(shared: &Arc<Shared>, fd: OwnedFd, hello: &DataHello) -> Res
 struct Publications {
     shared: Arc<Shared>,
     reader: Reader,
+    /// What we send to the reader's rank; planned with the first job of the connection.
+    pair: OnceLock<Arc<Pair>>,
+}
+
+impl Publications {
+    fn pair(&self, own: &OwnEngine) -> Result<&Arc<Pair>> {
+        if let Some(pair) = self.pair.get() {
+            return Ok(pair);
+        }
+        let engine = &self.reader.engine;
+        let plan = Plan::new(&own.info.layouts(), &engine.layouts(), Policy::Spread)?;
+        let pair = plan
+            .out_of_source(own.index)
+            .find(|pair| pair.dst == self.reader.index);
+        match pair {
+            Some(pair) => Ok(self.pair.get_or_init(|| pair.clone())),
+            None => bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "this rank moves nothing to the reader"
+            ),
+        }
+    }
 }
 
 impl Source for Publications {
@@ -187,19 +210,7 @@ impl Source for Publications {
                 open.epoch
             );
         };
-        let engine = &self.reader.engine;
-        let plan = Plan::new(&own.info.layouts(), &engine.layouts(), Policy::Spread)?;
-        let pair = plan
-            .out_of_source(own.index)
-            .find(|pair| pair.dst == self.reader.index)
-            .cloned();
-        let Some(pair) = pair else {
-            bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "this rank moves nothing to the reader"
-            );
-        };
-        let bindings = bind(&pair, &wants(open), &cell.entry)?;
+        let bindings = bind(self.pair(&own)?, &wants(open), &cell.entry)?;
         let (leases, lease) = (self.shared.leases.clone(), cell.lease);
         Ok(Opened {
             bindings: bindings.into_iter().map(|(_, binding)| binding).collect(),
@@ -208,7 +219,7 @@ impl Source for Publications {
     }
 
     fn pool(&self, id: u32) -> Option<Arc<Pool>> {
-        Some(self.shared.lock().pools.get(&id)?.pool.clone())
+        Some(self.shared.lock().pools.get(id)?.pool.clone())
     }
 }
 
