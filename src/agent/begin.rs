@@ -368,7 +368,7 @@ pub(super) fn lease_of(entry: &wire::TicketEntry) -> Lease {
 }
 
 pub(super) fn pool_map(state: &State, pools: &[u32]) -> BTreeMap<u32, Arc<crate::memory::Pool>> {
-    let pool = |id: &u32| Some((*id, state.pools.get(id)?.pool.clone()));
+    let pool = |id: &u32| Some((*id, state.pools.get(*id)?.pool.clone()));
     pools.iter().filter_map(pool).collect()
 }
 

@@ -292,45 +292,36 @@ impl Control {
     }
 
     fn unregister_pool(&mut self, pool: u32, deadline: Now, user_data: u64) {
-        if let Some(entry) = self.shared.lock().pools.get_mut(&pool) {
-            entry.leaving = Some(user_data);
-        }
+        self.shared.lock().pools.leave(pool, user_data, false);
         self.timers.set(Timer::Pool(pool), Some(deadline));
         self.release_pools();
     }
 
     /// Says "may be freed now" for pools that are leaving and have no users.
     fn release_pools(&mut self) {
+        let mut forgotten = Vec::new();
         let mut state = self.shared.lock();
-        for (id, entry) in &mut state.pools {
-            if let Some(user_data) = entry.leaving
-                && entry.users == 0
-                && !entry.released
-            {
-                // Readers of this process may be in the middle of a piece; then we hear of it.
-                let shared = self.shared.clone();
-                if !entry.pool.close(move || shared.send(Command::Idle)) {
-                    continue;
-                }
-                entry.released = true;
-                self.timers.set(Timer::Pool(*id), None);
-                self.shared
-                    .events
-                    .push(pool_event(*id, user_data, Status::KVF_OK));
+        for (id, pool, user_data) in state.pools.leaving_unused() {
+            // Readers of this process may be in the middle of a piece; then we hear of it.
+            let shared = self.shared.clone();
+            if !pool.close(move || shared.send(Command::Idle)) {
+                continue;
             }
+            forgotten.extend(state.pools.release(id));
+            self.timers.set(Timer::Pool(id), None);
+            self.shared
+                .events
+                .push(pool_event(id, user_data, Status::KVF_OK));
         }
+        drop(state);
+        drop(forgotten); // unmapping is not for the lock
     }
 
     fn pool_late(&mut self, pool: u32) {
         self.release_pools();
         let mut state = self.shared.lock();
-        if let Some(entry) = state.pools.get_mut(&pool)
-            && let Some(user_data) = entry.leaving
-            && !entry.released
-        {
-            // The pool stays registered; the caller may ask again.
-            entry.leaving = None;
-            entry.pool.reopen();
+        // The pool stays registered; the caller may ask again.
+        if let Some(user_data) = state.pools.stay(pool) {
             self.shared
                 .events
                 .push(pool_event(pool, user_data, Status::KVF_ERR_DEADLINE));

@@ -19,6 +19,7 @@ mod offer;
 mod offers;
 mod paths;
 mod peers;
+mod pools;
 mod publish;
 mod reader;
 mod remote;
@@ -52,7 +53,7 @@ use begin::ImportCell;
 use control::Command;
 use notices::Finished;
 use peers::{PeerShared, Route};
-use shared::{OwnEngine, PoolEntry, Shared};
+use shared::{OwnEngine, Shared};
 use source::PublicationCell;
 
 /// Locks what no panic can leave half-changed.
@@ -124,26 +125,7 @@ impl Agent {
     }
 
     fn add_pool(&self, pool: Pool) -> Result<u32> {
-        let id = pool.id();
-        let mut state = self.shared.lock();
-        if let Some(other) = state.pools.values().find(|e| e.pool.overlaps(&pool)) {
-            bail!(
-                KVF_ERR_DUPLICATE,
-                "{} bytes at {:p} overlap pool {}",
-                pool.bytes(),
-                pool.base(),
-                other.pool.id()
-            );
-        }
-        let entry = PoolEntry {
-            pool: Arc::new(pool),
-            users: 0,
-            leaving: None,
-            released: false,
-            forget: false,
-        };
-        state.pools.insert(id, entry);
-        Ok(id)
+        self.shared.lock().pools.add(pool)
     }
 
     /// First byte of a pool and its length.
@@ -151,7 +133,7 @@ impl Agent {
     /// # Errors
     /// `KVF_ERR_NOT_FOUND`.
     pub fn pool_memory(&self, pool: u32) -> Result<(*mut u8, u64)> {
-        match self.shared.lock().pools.get(&pool) {
+        match self.shared.lock().pools.get(pool) {
             Some(entry) => Ok((entry.pool.base(), entry.pool.bytes())),
             None => bail!(KVF_ERR_NOT_FOUND, "no pool {pool}"),
         }
@@ -165,13 +147,15 @@ impl Agent {
     /// `KVF_ERR_NOT_FOUND`, or `KVF_ERR_STATE` if it is being taken back already.
     pub fn unregister_pool(&self, pool: u32, deadline: Duration, user_data: u64) -> Result<()> {
         let until = self.shared.now().saturating_add(deadline);
-        match self.shared.lock().pools.get_mut(&pool) {
+        let mut state = self.shared.lock();
+        match state.pools.get(pool) {
             None => bail!(KVF_ERR_NOT_FOUND, "no pool {pool}"),
-            Some(entry) if entry.leaving.is_some() => {
+            Some(entry) if entry.is_leaving() => {
                 bail!(KVF_ERR_STATE, "pool {pool} is being unregistered already")
             }
-            Some(entry) => entry.leaving = Some(user_data),
+            Some(_) => state.pools.leave(pool, user_data, false),
         }
+        drop(state);
         self.shared
             .send(Command::UnregisterPool(pool, until, user_data));
         Ok(())
@@ -179,10 +163,10 @@ impl Agent {
 
     /// `KVF_OK` = may be freed, `KVF_IN_PROGRESS` = being taken back, `KVF_ERR_BUSY` = registered.
     pub fn pool_status(&self, pool: u32) -> Status {
-        match self.shared.lock().pools.get(&pool) {
+        match self.shared.lock().pools.get(pool) {
             None => Status::KVF_ERR_NOT_FOUND,
-            Some(entry) if entry.released => Status::KVF_OK,
-            Some(entry) if entry.leaving.is_some() => Status::KVF_IN_PROGRESS,
+            Some(entry) if entry.is_released() => Status::KVF_OK,
+            Some(entry) if entry.is_leaving() => Status::KVF_IN_PROGRESS,
             Some(_) => Status::KVF_ERR_BUSY,
         }
     }
@@ -191,18 +175,17 @@ impl Agent {
     /// forgotten when it is released. `KVF_OK` = released now, `KVF_IN_PROGRESS` = still used.
     pub fn discard_pool(&self, pool: u32, user_data: u64) -> Status {
         let mut state = self.shared.lock();
-        match state.pools.get_mut(&pool) {
+        match state.pools.get(pool) {
             None => Status::KVF_OK,
             Some(entry) => {
                 let shared = self.shared.clone();
-                let idle = entry.released
+                let idle = entry.is_released()
                     || (entry.users == 0 && entry.pool.close(move || shared.send(Command::Idle)));
                 if !idle {
-                    entry.leaving = Some(user_data);
-                    entry.forget = true;
+                    state.pools.leave(pool, user_data, true);
                     return Status::KVF_IN_PROGRESS;
                 }
-                let entry = state.pools.remove(&pool);
+                let entry = state.pools.remove(pool);
                 drop(state);
                 drop(entry); // unmapping is not for the lock
                 Status::KVF_OK
@@ -217,13 +200,13 @@ impl Agent {
     pub fn forget_pool(&self, pool: u32) -> Result<()> {
         let entry = {
             let mut state = self.shared.lock();
-            match state.pools.get(&pool) {
+            match state.pools.get(pool) {
                 None => bail!(KVF_ERR_NOT_FOUND, "no pool {pool}"),
-                Some(entry) if !entry.released => bail!(
+                Some(entry) if !entry.is_released() => bail!(
                     KVF_ERR_BUSY,
                     "pool {pool} is registered: unregister it and wait until it may be freed"
                 ),
-                Some(_) => state.pools.remove(&pool),
+                Some(_) => state.pools.remove(pool),
             }
         };
         drop(entry);
@@ -245,9 +228,8 @@ impl Agent {
         if state.layout.is_some() {
             bail!(KVF_ERR_STATE, "the agent has a layout; it is set once");
         }
-        layout::validate(&layout, &|id| state.pools.get(&id).map(|e| e.pool.bytes()))?;
-        state.slots = slots::Slots::new(&layout);
-        state.layout = Some(Arc::new(layout));
+        layout::validate(&layout, &|id| state.pools.get(id).map(|e| e.pool.bytes()))?;
+        state.set_layout(layout);
         Ok(())
     }
 
@@ -271,7 +253,7 @@ impl Agent {
             address: Some(self.shared.address),
             layout: (**layout).clone(),
         };
-        let pools = state.pools.values().map(|e| crate::wire::PoolMemory {
+        let pools = state.layout_pools().map(|e| crate::wire::PoolMemory {
             id: e.pool.id(),
             bytes: e.pool.bytes(),
             address: 0,

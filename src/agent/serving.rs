@@ -220,7 +220,7 @@ impl Source for Publications {
     }
 
     fn pool(&self, id: u32) -> Option<Arc<Pool>> {
-        Some(self.shared.lock().pools.get(&id)?.pool.clone())
+        Some(self.shared.lock().pools.get(id)?.pool.clone())
     }
 }
 
