@@ -8,6 +8,7 @@ pub mod inproc;
 pub mod shm;
 mod span;
 pub mod tcp;
+pub mod ucx;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

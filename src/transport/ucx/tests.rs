@@ -1,0 +1,67 @@
+//! What needs a UCX on this machine.
+
+use super::*;
+
+/// UCX, or a loud line why the test was skipped.
+fn ucx(test: &str) -> Option<&'static Library> {
+    match Library::get() {
+        Ok(ucx) => Some(ucx),
+        Err(e) => {
+            let line = format!("NOT TESTED, NO UCX HERE: transport::ucx {test}: {e}");
+            println!("{line}");
+            if let Some(path) = std::env::var_os("KVFERRY_SKIP_FILE") {
+                use std::io::Write;
+                let mut options = std::fs::OpenOptions::new();
+                let file = options.append(true).create(true).open(path);
+                writeln!(file.unwrap(), "{line}").unwrap();
+            }
+            None
+        }
+    }
+}
+
+extern "C" fn handler(_: libc::c_int) {}
+
+#[test]
+fn signal_handlers_of_the_process_stay_as_they_are() {
+    let signals = [
+        libc::SIGSEGV,
+        libc::SIGBUS,
+        libc::SIGILL,
+        libc::SIGFPE,
+        libc::SIGTERM,
+        libc::SIGHUP,
+        libc::SIGUSR1,
+        libc::SIGCHLD,
+    ];
+    let action = |signal, new: Option<&libc::sigaction>| {
+        let new = new.map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: both are valid actions or null; the handler does nothing.
+        unsafe {
+            let mut old: libc::sigaction = std::mem::zeroed();
+            assert_eq!(libc::sigaction(signal, new, &raw mut old), 0);
+            old
+        }
+    };
+    // SAFETY: all zero is a valid action.
+    let mut ours: libc::sigaction = unsafe { std::mem::zeroed() };
+    ours.sa_sigaction = handler as extern "C" fn(libc::c_int) as usize;
+    ours.sa_flags = libc::SA_RESTART;
+    let before: Vec<_> = signals.iter().map(|s| action(*s, Some(&ours))).collect();
+    let opened = ucx("signal_handlers").map(|ucx| (ucx, ucx.context(&[]).unwrap()));
+    let after: Vec<_> = signals.iter().map(|s| action(*s, None)).collect();
+    for (signal, old) in signals.iter().zip(&before) {
+        action(*signal, Some(old));
+    }
+    let Some((ucx, context)) = opened else { return };
+    // SAFETY: made above and not used any more.
+    unsafe { ucx.ucp_cleanup(context) };
+    for (signal, now) in signals.iter().zip(&after) {
+        assert_eq!(now.sa_sigaction, ours.sa_sigaction, "signal {signal}");
+        assert_eq!(
+            now.sa_flags & libc::SA_RESTART,
+            libc::SA_RESTART,
+            "signal {signal}"
+        );
+    }
+}
