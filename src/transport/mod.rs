@@ -8,6 +8,7 @@ pub mod inproc;
 pub mod shm;
 mod span;
 pub mod tcp;
+pub mod ucx;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -232,4 +233,10 @@ pub trait DataPath: Send + Sync {
 
     /// Jobs up to this many bytes may be run by the thread that begins them.
     fn inline_bytes(&self) -> u64;
+
+    /// False: no transfer can succeed through it any more; the agent asks the peer for its memory
+    /// again and makes a new path.
+    fn is_usable(&self) -> bool {
+        true
+    }
 }
