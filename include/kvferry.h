@@ -579,7 +579,8 @@ typedef struct kvf_agent_config {
    */
   const char *name;
   /**
-   * `host:port` for other agents; NULL = 127.0.0.1 and any port.
+   * `host:port` for other agents; NULL = 127.0.0.1 and any port. An address that is not loopback
+   * needs `auth_key` or `allow_unauthenticated`.
    */
   const char *listen;
   /**
@@ -644,6 +645,34 @@ typedef struct kvf_agent_config {
    * How long a thread looks at a data socket before it sleeps, in ns; 0 = it sleeps at once.
    */
   uint64_t spin_ns;
+  /**
+   * Pre-shared key: `auth_key_bytes` random bytes (16 to 4096), the same for all agents that may
+   * talk to each other. Copied, and overwritten when the agent ends. NULL = the content of the
+   * file that the environment variable `KVFERRY_AUTH_KEY_FILE` names, without one trailing
+   * newline; without that, no key. Both sides of every connection prove that they know it; it
+   * encrypts nothing.
+   */
+  const uint8_t *auth_key;
+  /**
+   * Bytes of `auth_key`.
+   */
+  size_t auth_key_bytes;
+  /**
+   * `host:port` that peers are told to connect to; port 0 = the one listened on. Needed where
+   * `listen` is a wildcard (0.0.0.0, [::]) or peers see another address; NULL = as listened on.
+   */
+  const char *advertise;
+  /**
+   * 1: listen beyond loopback without a key. **Open to everybody who can connect**: they may read
+   * what is published and disturb what runs. No meaning with a key.
+   */
+  uint32_t allow_unauthenticated;
+  /**
+   * Sockets (`tcp`, `unix`): connections over which one transfer reads from one source agent at
+   * once, and that are kept for the next one. Each needs a worker; 0 = as many as workers, at
+   * most 256.
+   */
+  uint32_t data_connections;
 } kvf_agent_config;
 
 /**
@@ -2152,7 +2181,8 @@ extern "C" {
  *
  * @param[in]  config  Start from KVF_AGENT_CONFIG_INIT. Not kept.
  * @param[out] agent   Receives the agent; end it with kvf_agent_destroy().
- * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for an unknown transport, address or log level;
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for an unknown transport, address or log level, a key of a wrong
+ *         size, an address beyond loopback without a key, or one that peers cannot connect to;
  *         KVF_ERR_SYSTEM or KVF_ERR_NO_MEMORY when the system refuses sockets, threads or memory.
  *
  * # Safety
@@ -3605,7 +3635,7 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
  *   kvf_x x = KVF_X_INIT; */
 #define KVF_AGENT_CONFIG_INIT \
     {sizeof(kvf_agent_config), KVF_ABI_VERSION, 0, NULL, NULL, NULL, 0, NULL, NULL, 0, 0, 0, 0, \
-     0, 0, 0, 0, NULL, NULL, 0}
+     0, 0, 0, 0, NULL, NULL, 0, NULL, 0, NULL, 0, 0}
 #define KVF_BYTES_INIT {NULL, 0}
 #define KVF_ENGINE_DESC_INIT \
     {sizeof(kvf_engine_desc), KVF_ABI_VERSION, 0, 0, 0, NULL, NULL, NULL, sizeof(kvf_bytes), 0}

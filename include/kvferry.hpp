@@ -434,6 +434,11 @@ struct AgentConfig {
   Nanoseconds connect{0}, peer_silence{0}, heartbeat{0}, claim{0}, lease{0}, transfer{0};
   std::uint32_t max_publications = 0;
   Nanoseconds spin{0};
+  // Pre-shared key, 16 bytes or more; empty = none.
+  std::string auth_key;
+  std::string advertise;
+  bool allow_unauthenticated = false;
+  std::uint32_t data_connections = 0;
   // Receives lines up to `log_level`, on kvferry's threads; must not throw or call kvferry.
   std::function<void(std::uint32_t level, const char* text)> log;
   std::uint32_t log_level = KVF_LOG_OFF;
@@ -533,6 +538,11 @@ class Agent {
     c.transfer_ns = detail::ns(config.transfer);
     c.max_publications = config.max_publications;
     c.spin_ns = detail::ns(config.spin);
+    c.auth_key = reinterpret_cast<const std::uint8_t*>(config.auth_key.data());
+    c.auth_key_bytes = config.auth_key.size();
+    c.advertise = detail::text(config.advertise);
+    c.allow_unauthenticated = config.allow_unauthenticated ? 1 : 0;
+    c.data_connections = config.data_connections;
     c.log_level = config.log_level;
     if (log_) {
       c.log = &Agent::on_log;

@@ -11,9 +11,11 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::api::{Event, EventKind};
 use super::group::Groups;
+use super::handshake::Answered;
 use super::link::{INBOX, Incoming, LinkId, Socket};
 use super::notices::Notices;
 use super::offers::Offers;
+use super::opening::{Failure, Strangers};
 use super::peers::PeerShared;
 use super::reader::{Import, NewImport};
 use super::remote::{Greeting, Remote};
@@ -127,7 +129,9 @@ impl Timers {
 pub(super) struct Control {
     pub shared: Arc<Shared>,
     pub inbox: mpsc::Sender<(LinkId, Incoming)>,
-    pub dialled: mpsc::UnboundedSender<(Incarnation, Result<Socket, Error>)>,
+    pub dialled: mpsc::UnboundedSender<(Incarnation, Result<Socket, Failure>)>,
+    pub answered: mpsc::UnboundedSender<(u64, Answered)>,
+    pub strangers: Strangers,
     pub died: mpsc::UnboundedSender<LinkId>,
     pub timers: Timers,
     pub peers: HashMap<u64, Arc<PeerShared>>,
@@ -158,11 +162,14 @@ impl Control {
     pub async fn run(shared: Arc<Shared>, mut inputs: Inputs) {
         let (inbox, mut frames) = mpsc::channel(INBOX);
         let (dialled, mut dials) = mpsc::unbounded_channel();
+        let (answered, mut answers) = mpsc::unbounded_channel();
         let (died, mut deaths) = mpsc::unbounded_channel();
         let mut control = Self {
             shared,
             inbox,
             dialled,
+            answered,
+            strangers: Strangers::default(),
             died,
             timers: Timers::default(),
             peers: HashMap::new(),
@@ -208,6 +215,7 @@ impl Control {
                 }
                 Some((agent, result)) = dials.recv() => control.dial_done(agent, result),
                 Some(link) = deaths.recv() => control.process_died(link),
+                Some((number, answer)) = answers.recv() => control.answered(number, answer),
                 Ok((stream, _)) = inputs.unix.accept() => control.accepted(Socket::Unix(stream)),
                 Ok((stream, _)) = inputs.tcp.accept() => {
                     let _ = stream.set_nodelay(true);

@@ -17,6 +17,7 @@ mod metadata;
 mod notices;
 mod offer;
 mod offers;
+mod opening;
 mod paths;
 mod peers;
 mod pools;

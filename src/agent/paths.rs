@@ -211,8 +211,12 @@ fn make_path(
             [] => "the first one allowed".to_owned(),
             refused => format!("not {}", refused.join("; not ")),
         };
+        let connections = match shared.config.data_connections {
+            0 => shared.workers.count(),
+            given => given as usize,
+        };
         let spin = shared.config.spin;
-        let path = TcpPath::new(name, reason, pools, spin, Box::new(dial));
+        let path = TcpPath::new(name, reason, pools, connections, spin, Box::new(dial));
         match path.prove() {
             Ok(()) => return Ok(Arc::new(path)),
             Err(e) => reasons.push(format!("{name}: {e}")),

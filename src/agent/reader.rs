@@ -216,7 +216,7 @@ impl Control {
         let priority = import.new.priority;
         self.send_to(new.id.source, Body::Claim(claim));
         fault::point("claimed");
-        let workers = self.shared.workers.count() as u64;
+        let workers = self.shared.workers.count().min(path.most_workers()) as u64;
         let share = job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
         job.shared_by(share);
         let run = Arc::new(Run {

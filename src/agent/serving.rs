@@ -11,6 +11,7 @@ use super::api::{ImportGroup, ImportState};
 use super::begin::{Wants, bind};
 use super::lock;
 use super::metadata::{EngineInfo, RankInfo, incarnation};
+use super::opening::{Identity, call_blocking};
 use super::shared::{Shared, random};
 use super::ticket::key;
 use crate::error::{Error, Result, Status};
@@ -129,14 +130,19 @@ impl DataConnections {
 ///
 /// # Errors
 /// A token that was not given out, or too many connections.
-pub(super) fn admit(shared: &Arc<Shared>, fd: OwnedFd, hello: &DataHello) -> Result<()> {
+pub(super) fn admit(
+    shared: &Arc<Shared>,
+    fd: OwnedFd,
+    agent: Incarnation,
+    hello: &DataHello,
+) -> Result<()> {
     let token = incarnation(&hello.token)?.0;
     let stream = Stream::new(fd).map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "socket", &e))?;
     let stream = Arc::new(stream);
     let (reader, number) = {
         let mut inner = lock(&shared.data.inner);
         let reader = match inner.tokens.get(&token) {
-            Some(reader) if reader.agent.0 == hello.incarnation[..] => reader.clone(),
+            Some(reader) if reader.agent == agent => reader.clone(),
             _ => bail!(KVF_ERR_AUTH, "a data connection without a valid token"),
         };
         if inner.closed || inner.open.len() >= MAX_CONNECTIONS {
@@ -290,24 +296,22 @@ pub(super) fn dialler(
     door: Door,
     token: Vec<u8>,
 ) -> impl Fn() -> Result<Stream> + Send + Sync + use<> {
-    let hello = DataHello {
-        protocol: wire::PROTOCOL,
-        incarnation: shared.incarnation.0.to_vec(),
-        token,
-    };
+    let hello = DataHello { token };
+    let own = Identity::of(shared);
     let (timeout, expected, name) = (
         shared.config.timeouts.connect,
         source.incarnation,
         source.name.clone(),
     );
     move || {
-        dial(&door, &hello, expected, timeout)
+        dial(&door, &own, &hello, expected, timeout)
             .map_err(|e| e.context(format!("data connection to agent {name}")))
     }
 }
 
 fn dial(
     door: &Door,
+    own: &Identity,
     hello: &DataHello,
     expected: Incarnation,
     timeout: Duration,
@@ -322,6 +326,7 @@ fn dial(
         Door::Unix(name) => super::link::connect_unix_std(name).map_err(system)?.into(),
     };
     let stream = Stream::new(fd).map_err(system)?;
+    call_blocking(own, expected, &stream, timeout)?;
     let mut bytes = Vec::new();
     wire::encode(
         &Frame {
