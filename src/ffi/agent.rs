@@ -159,6 +159,8 @@ impl kvf_agent_config {
         // SAFETY: strings and array are the caller's and valid during the call.
         let text = |text, what| unsafe { read_text(text, what) }.map(Option::unwrap_or_default);
         let name = text(self.name, "config.name")?;
+        // SAFETY: as above.
+        let key = unsafe { read_plain(self.auth_key, self.auth_key_bytes, "config.auth_key") }?;
         let default = Timeouts::default();
         let config = AgentConfig {
             name: if name.is_empty() {
@@ -187,18 +189,15 @@ impl kvf_agent_config {
             },
             max_publications: self.max_publications,
             spin: Duration::from_nanos(self.spin_ns),
-            // SAFETY: as above.
             advertise: text(self.advertise, "config.advertise")?,
             allow_unauthenticated: flag(
                 self.allow_unauthenticated,
                 "config.allow_unauthenticated",
             )?,
             data_connections: self.data_connections,
-            auth_key: match unsafe {
-                read_plain(self.auth_key, self.auth_key_bytes, "config.auth_key")
-            }? {
-                bytes if bytes.is_empty() => None,
-                bytes => Some(AuthKey::new(bytes).map_err(|e| e.context("config.auth_key"))?),
+            auth_key: match &key[..] {
+                [] => None,
+                _ => Some(AuthKey::new(key).map_err(|e| e.context("config.auth_key"))?),
             },
         };
         Ok((config, log))
