@@ -160,6 +160,13 @@ impl kvf_agent_config {
         let text = |text, what| unsafe { read_text(text, what) }.map(Option::unwrap_or_default);
         let name = text(self.name, "config.name")?;
         let default = Timeouts::default();
+        let what = "config.auth_key";
+        // SAFETY: as above.
+        let key = unsafe { read_plain(self.auth_key, self.auth_key_bytes, what) }?;
+        let auth_key = match key.is_empty() {
+            true => None,
+            false => Some(AuthKey::new(key).map_err(|e| e.context(what))?),
+        };
         let config = AgentConfig {
             name: if name.is_empty() {
                 "kvferry".to_owned()
@@ -187,19 +194,13 @@ impl kvf_agent_config {
             },
             max_publications: self.max_publications,
             spin: Duration::from_nanos(self.spin_ns),
-            // SAFETY: as above.
             advertise: text(self.advertise, "config.advertise")?,
             allow_unauthenticated: flag(
                 self.allow_unauthenticated,
                 "config.allow_unauthenticated",
             )?,
             data_connections: self.data_connections,
-            auth_key: match unsafe {
-                read_plain(self.auth_key, self.auth_key_bytes, "config.auth_key")
-            }? {
-                bytes if bytes.is_empty() => None,
-                bytes => Some(AuthKey::new(bytes).map_err(|e| e.context("config.auth_key"))?),
-            },
+            auth_key,
         };
         Ok((config, log))
     }
