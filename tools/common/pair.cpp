@@ -25,6 +25,8 @@ kvferry::Agent make_agent(const Setup& setup, const char* name) {
   config.transports = setup.transports;
   config.workers = setup.workers;
   config.fingerprint = "kvferry-tools";
+  config.listen = setup.listen;
+  config.advertise = setup.advertise;
   return kvferry::Agent(config);
 }
 

@@ -22,6 +22,7 @@ struct Setup {
   std::uint64_t pool_bytes = 0;     // of the source, filled with a pattern
   std::uint64_t room_bytes = 0;     // of the destination
   std::uint32_t workers = 1;
+  std::string listen, advertise;  // of this process
   NLOHMANN_DEFINE_TYPE_INTRUSIVE(Setup, memory, transports, block_size, pool_bytes, room_bytes,
                                  workers)
 };
