@@ -321,7 +321,7 @@ fn run_small(
         cell.submit(parts, path.name());
         let (times, peer) = (&*cell.times, &peer.routes[src].name);
         let queued = times.copying();
-        end = run_inline(&*path, &job, times);
+        end = run_inline(&*path, &job, times, peer);
         shared.count_read(peer, &*path, &job, times, queued, &end);
         if !end.is_ok() {
             break;

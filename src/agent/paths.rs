@@ -199,10 +199,14 @@ fn make_path(
         ("tcp", source.address.map(Door::Tcp)),
     ];
     for (name, door) in doors {
-        let Some(door) = door.filter(|_| may(name)) else {
-            reasons.push(format!(
-                "{name}: no such way, or not allowed by the configuration"
-            ));
+        let why_not = match (&door, may(name)) {
+            (_, false) => Some("not allowed by the configuration"),
+            (None, _) if name == "unix" => Some("another host, or no Unix socket to it"),
+            (None, _) => Some("the peer announces no address"),
+            _ => None,
+        };
+        let Some(door) = door.filter(|_| why_not.is_none()) else {
+            reasons.push(format!("{name}: {}", why_not.unwrap_or_default()));
             continue;
         };
         let dial = serving::dialler(shared, source, door, memory.token.clone());

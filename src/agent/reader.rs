@@ -14,6 +14,7 @@ use super::control::{Command, Control, Timer};
 use super::count::saved_bytes;
 use super::notices::Finished;
 use super::peers::{PeerShared, Route};
+use super::remote::naming;
 use super::serving::data_open;
 use super::shared::Shared;
 use super::ticket::{decode_ticket, entry_of, key};
@@ -517,7 +518,12 @@ impl Run {
             return None;
         }
         self.times.copied();
-        Some(finish(&*self.path, &self.job, lock(&self.failed).take()))
+        Some(finish(
+            &*self.path,
+            &self.job,
+            lock(&self.failed).take(),
+            &self.route.name,
+        ))
     }
 }
 
@@ -531,16 +537,16 @@ impl Run {
 }
 
 /// Runs a whole job on the calling thread.
-pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob, times: &Times) -> End {
+pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob, times: &Times, peer: &str) -> End {
     let failed = path.run(job).err();
     times.copied();
-    finish(path, job, failed)
+    finish(path, job, failed, peer)
 }
 
 /// After the last byte: did the lease hold?
-fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>) -> End {
+fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>, peer: &str) -> End {
     if let Some(e) = failed {
-        return End::new(e.status, e.text);
+        return naming(End::new(e.status, e.text), peer);
     }
     if job.moved() < job.bytes() {
         return End::new(
@@ -561,6 +567,6 @@ fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>) -> End {
                 job.bytes()
             ),
         ),
-        Err(e) => End::new(e.status, e.text),
+        Err(e) => naming(End::new(e.status, e.text), peer),
     }
 }

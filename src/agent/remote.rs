@@ -85,6 +85,14 @@ impl Remote {
     }
 }
 
+/// Whoever reads it later must know whom it is about.
+pub(super) fn naming(end: End, agent: &str) -> End {
+    if end.text.contains(agent) {
+        return end;
+    }
+    End::new(end.status, format!("agent {agent}: {}", end.text))
+}
+
 impl Control {
     /// The record of an agent, made if it is new.
     pub fn remote(&mut self, engine: &Arc<EngineInfo>, index: usize) -> &mut Remote {
@@ -331,12 +339,7 @@ impl Control {
         let Some(remote) = self.remotes.remove(&agent) else {
             return;
         };
-        // Whoever reads it later must know whom it is about.
-        let name = remote.info().name.as_str();
-        let end = match end.text.contains(name) {
-            true => end,
-            false => End::new(end.status, format!("agent {name}: {}", end.text)),
-        };
+        let end = naming(end, &remote.info().name);
         self.timers.set(Timer::Remote(agent), None);
         if let LinkState::Up(link) | LinkState::Greeting(link, _) = &remote.state {
             self.link_owner.remove(&link.id);

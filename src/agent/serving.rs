@@ -5,9 +5,9 @@ use std::io;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::api::{ImportGroup, ImportState};
+use super::api::{ImportGroup, ImportState, Timeouts};
 use super::begin::{Wants, bind};
 use super::lock;
 use super::metadata::{EngineInfo, RankInfo, incarnation};
@@ -138,6 +138,8 @@ pub(super) fn admit(
 ) -> Result<()> {
     let token = incarnation(&hello.token)?.0;
     let stream = Stream::new(fd).map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "socket", &e))?;
+    let times = &shared.config.timeouts;
+    stream.watch_peer(times.heartbeat, times.peer_silence);
     let stream = Arc::new(stream);
     let (reader, number) = {
         let mut inner = lock(&shared.data.inner);
@@ -298,13 +300,10 @@ pub(super) fn dialler(
 ) -> impl Fn() -> Result<Stream> + Send + Sync + use<> {
     let hello = DataHello { token };
     let own = Identity::of(shared);
-    let (timeout, expected, name) = (
-        shared.config.timeouts.connect,
-        source.incarnation,
-        source.name.clone(),
-    );
+    let times = shared.config.timeouts;
+    let (expected, name) = (source.incarnation, source.name.clone());
     move || {
-        dial(&door, &own, &hello, expected, timeout)
+        dial(&door, &own, &hello, expected, &times)
             .map_err(|e| e.context(format!("data connection to agent {name}")))
     }
 }
@@ -314,8 +313,9 @@ fn dial(
     own: &Identity,
     hello: &DataHello,
     expected: Incarnation,
-    timeout: Duration,
+    times: &Timeouts,
 ) -> Result<Stream> {
+    let timeout = times.connect;
     let system = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "connect", &e);
     let fd: OwnedFd = match door {
         Door::Tcp(address) => {
@@ -326,6 +326,7 @@ fn dial(
         Door::Unix(name) => super::link::connect_unix_std(name).map_err(system)?.into(),
     };
     let stream = Stream::new(fd).map_err(system)?;
+    stream.watch_peer(times.heartbeat, times.peer_silence);
     call_blocking(own, expected, &stream, timeout)?;
     let mut bytes = Vec::new();
     wire::encode(
