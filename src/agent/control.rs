@@ -17,7 +17,7 @@ use super::offers::Offers;
 use super::peers::PeerShared;
 use super::reader::{Import, NewImport};
 use super::remote::{Greeting, Remote};
-use super::shared::Shared;
+use super::shared::{PoolEntry, Shared};
 use super::source::{NewPublication, Publications};
 use crate::error::{Error, Status};
 use crate::ids::{Incarnation, PublicationId};
@@ -42,6 +42,8 @@ pub(super) enum Command {
     RemovePeer(u64),
     /// A worker has made, or failed to make, the data path to a remote agent over a link.
     Path(Incarnation, LinkId, Result<Arc<dyn DataPath>, Error>),
+    /// A worker has prepared UCX for a reader that asks for our memory.
+    Announce(Incarnation, Box<crate::wire::UcxMemory>),
     UnregisterPool(u32, Now, u64),
     /// Pools or the agent may have become idle.
     Idle,
@@ -265,6 +267,7 @@ impl Control {
             Command::AddPeer(peer) => self.add_peer(peer),
             Command::RemovePeer(id) => self.remove_peer(id),
             Command::Path(agent, link, result) => self.path_made(agent, link, result),
+            Command::Announce(agent, ucx) => self.send_memory(agent, Some(ucx)),
             Command::UnregisterPool(pool, deadline, user_data) => {
                 self.unregister_pool(pool, deadline, user_data);
             }
@@ -312,6 +315,11 @@ impl Control {
                 if !entry.pool.close(move || shared.send(Command::Idle)) {
                     continue;
                 }
+                let shared = self.shared.clone();
+                let idle = move || shared.send(Command::Idle);
+                if !self.shared.ucx.release(*id, idle) {
+                    continue;
+                }
                 entry.released = true;
                 self.timers.set(Timer::Pool(*id), None);
                 self.shared
@@ -319,6 +327,14 @@ impl Control {
                     .push(pool_event(*id, user_data, Status::KVF_OK));
             }
         }
+        let gone = |(id, e): (&u32, &PoolEntry)| (e.released && e.forget).then_some(*id);
+        let gone: Vec<u32> = state.pools.iter().filter_map(gone).collect();
+        let forgotten: Vec<_> = gone
+            .iter()
+            .filter_map(|id| state.pools.remove(id))
+            .collect();
+        drop(state);
+        drop(forgotten); // unmapping is not for the lock
     }
 
     fn pool_late(&mut self, pool: u32) {

@@ -17,6 +17,7 @@ use super::peers::Route;
 use super::serving::DataConnections;
 use super::slots::Slots;
 use super::source::PublicationCell;
+use super::ucx::Ucx;
 use crate::bail;
 use crate::error::{Result, Status};
 use crate::ids::Incarnation;
@@ -39,6 +40,7 @@ pub(super) struct Shared {
     pub commands: mpsc::UnboundedSender<Command>,
     pub workers: Workers,
     pub data: DataConnections,
+    pub ucx: Ucx,
     pub groups: Mutex<Board>,
     pub log: Log,
     pub metrics: Metrics,
@@ -113,6 +115,7 @@ impl Shared {
             commands,
             workers,
             data: DataConnections::default(),
+            ucx: Ucx::default(),
             groups: Mutex::default(),
             log,
             metrics,

@@ -162,6 +162,12 @@ impl Engine {
         self.keys.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether the pool is registered.
+    pub fn has_pool(&self, pool: u32) -> bool {
+        let region = Region::Pool(pool);
+        self.keys().iter().any(|(known, _)| *known == region)
+    }
+
     /// Takes a pool back. True: it was not registered; false: `done` is called when it is so no
     /// more.
     pub fn unregister_pool(&self, pool: u32, done: impl FnOnce() + Send + 'static) -> bool {
@@ -307,14 +313,18 @@ fn options(loopback: bool) -> Vec<(&'static str, &'static str)> {
     options
 }
 
+/// Whether this host has a card that may be able to do RMA; UCX is not asked.
+pub fn has_card() -> bool {
+    const CARDS: &str = "/sys/class/infiniband";
+    std::fs::read_dir(CARDS).is_ok_and(|mut list| list.next().is_some())
+}
+
 /// Whether this host has a card that reads a peer's memory without the peer's processor.
 ///
 /// # Errors
 /// `KVF_ERR_UNSUPPORTED` with the reason.
 pub fn hardware_rma() -> Result<()> {
-    const CARDS: &str = "/sys/class/infiniband";
-    let none = std::fs::read_dir(CARDS).map_or(true, |mut list| list.next().is_none());
-    if none {
+    if !has_card() {
         bail!(
             KVF_ERR_UNSUPPORTED,
             "no card for hardware RMA here; force it by naming ucx"
