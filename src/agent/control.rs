@@ -11,13 +11,15 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::api::{Event, EventKind};
 use super::group::Groups;
+use super::handshake::Answered;
 use super::link::{INBOX, Incoming, LinkId, Socket};
 use super::notices::Notices;
 use super::offers::Offers;
+use super::opening::{Failure, Strangers};
 use super::peers::PeerShared;
 use super::reader::{Import, NewImport};
 use super::remote::{Greeting, Remote};
-use super::shared::{PoolEntry, Shared};
+use super::shared::Shared;
 use super::source::{NewPublication, Publications};
 use crate::error::{Error, Status};
 use crate::ids::{Incarnation, PublicationId};
@@ -129,7 +131,9 @@ impl Timers {
 pub(super) struct Control {
     pub shared: Arc<Shared>,
     pub inbox: mpsc::Sender<(LinkId, Incoming)>,
-    pub dialled: mpsc::UnboundedSender<(Incarnation, Result<Socket, Error>)>,
+    pub dialled: mpsc::UnboundedSender<(Incarnation, Result<Socket, Failure>)>,
+    pub answered: mpsc::UnboundedSender<(u64, Answered)>,
+    pub strangers: Strangers,
     pub died: mpsc::UnboundedSender<LinkId>,
     pub timers: Timers,
     pub peers: HashMap<u64, Arc<PeerShared>>,
@@ -160,11 +164,14 @@ impl Control {
     pub async fn run(shared: Arc<Shared>, mut inputs: Inputs) {
         let (inbox, mut frames) = mpsc::channel(INBOX);
         let (dialled, mut dials) = mpsc::unbounded_channel();
+        let (answered, mut answers) = mpsc::unbounded_channel();
         let (died, mut deaths) = mpsc::unbounded_channel();
         let mut control = Self {
             shared,
             inbox,
             dialled,
+            answered,
+            strangers: Strangers::default(),
             died,
             timers: Timers::default(),
             peers: HashMap::new(),
@@ -210,6 +217,7 @@ impl Control {
                 }
                 Some((agent, result)) = dials.recv() => control.dial_done(agent, result),
                 Some(link) = deaths.recv() => control.process_died(link),
+                Some((number, answer)) = answers.recv() => control.answered(number, answer),
                 Ok((stream, _)) = inputs.unix.accept() => control.accepted(Socket::Unix(stream)),
                 Ok((stream, _)) = inputs.tcp.accept() => {
                     let _ = stream.set_nodelay(true);
@@ -295,44 +303,32 @@ impl Control {
     }
 
     fn unregister_pool(&mut self, pool: u32, deadline: Now, user_data: u64) {
-        if let Some(entry) = self.shared.lock().pools.get_mut(&pool) {
-            entry.leaving = Some(user_data);
-        }
+        self.shared.lock().pools.leave(pool, user_data, false);
         self.timers.set(Timer::Pool(pool), Some(deadline));
         self.release_pools();
     }
 
     /// Says "may be freed now" for pools that are leaving and have no users.
     fn release_pools(&mut self) {
+        let mut forgotten = Vec::new();
         let mut state = self.shared.lock();
-        for (id, entry) in &mut state.pools {
-            if let Some(user_data) = entry.leaving
-                && entry.users == 0
-                && !entry.released
-            {
-                // Readers of this process may be in the middle of a piece; then we hear of it.
-                let shared = self.shared.clone();
-                if !entry.pool.close(move || shared.send(Command::Idle)) {
-                    continue;
-                }
-                let shared = self.shared.clone();
-                let idle = move || shared.send(Command::Idle);
-                if !self.shared.ucx.release(*id, idle) {
-                    continue;
-                }
-                entry.released = true;
-                self.timers.set(Timer::Pool(*id), None);
-                self.shared
-                    .events
-                    .push(pool_event(*id, user_data, Status::KVF_OK));
+        for (id, pool, user_data) in state.pools.leaving_unused() {
+            // Readers of this process may be in the middle of a piece; then we hear of it.
+            let shared = self.shared.clone();
+            if !pool.close(move || shared.send(Command::Idle)) {
+                continue;
             }
+            let shared = self.shared.clone();
+            let idle = move || shared.send(Command::Idle);
+            if !self.shared.ucx.release(id, idle) {
+                continue;
+            }
+            forgotten.extend(state.pools.release(id));
+            self.timers.set(Timer::Pool(id), None);
+            self.shared
+                .events
+                .push(pool_event(id, user_data, Status::KVF_OK));
         }
-        let gone = |(id, e): (&u32, &PoolEntry)| (e.released && e.forget).then_some(*id);
-        let gone: Vec<u32> = state.pools.iter().filter_map(gone).collect();
-        let forgotten: Vec<_> = gone
-            .iter()
-            .filter_map(|id| state.pools.remove(id))
-            .collect();
         drop(state);
         drop(forgotten); // unmapping is not for the lock
     }
@@ -340,13 +336,8 @@ impl Control {
     fn pool_late(&mut self, pool: u32) {
         self.release_pools();
         let mut state = self.shared.lock();
-        if let Some(entry) = state.pools.get_mut(&pool)
-            && let Some(user_data) = entry.leaving
-            && !entry.released
-        {
-            // The pool stays registered; the caller may ask again.
-            entry.leaving = None;
-            entry.pool.reopen();
+        // The pool stays registered; the caller may ask again.
+        if let Some(user_data) = state.pools.stay(pool) {
             self.shared
                 .events
                 .push(pool_event(pool, user_data, Status::KVF_ERR_DEADLINE));

@@ -22,6 +22,11 @@ use crate::transport::tcp::TcpPath;
 use crate::wire::{self, Body};
 use crate::{bail, err};
 
+/// Most descriptors that travel with one message, the lease table's included: both processes have
+/// them open at once, and by default a process may have 1024. Further pools are read through the
+/// kernel.
+pub(super) const MAX_DESCRIPTORS: usize = 512;
+
 impl Control {
     /// Asks an agent for its memory, once a link.
     pub fn ask_memory(&mut self, agent: Incarnation) {
@@ -80,11 +85,12 @@ impl Control {
         {
             fds.push(fd);
         }
-        for (id, entry) in &self.shared.lock().pools {
-            let fd = entry.pool.fd().filter(|_| !fds.is_empty());
+        for entry in self.shared.lock().layout_pools() {
+            let may_map = (1..MAX_DESCRIPTORS).contains(&fds.len());
+            let fd = entry.pool.fd().filter(|_| may_map);
             let fd = fd.and_then(|fd| fd.try_clone_to_owned().ok());
             pools.push(wire::PoolMemory {
-                id: *id,
+                id: entry.pool.id(),
                 bytes: entry.pool.bytes(),
                 address: entry.pool.base() as u64,
                 mappable: fd.is_some(),
@@ -204,7 +210,7 @@ fn make_path(
             bail!(KVF_ERR_PEER_LOST, "the agent in this process has ended");
         };
         let state = other.lock();
-        let pools = state.pools.iter().map(|(id, e)| (*id, e.pool.clone()));
+        let pools = state.layout_pools().map(|e| (e.pool.id(), e.pool.clone()));
         let path = InprocPath::new(pools.collect(), other.leases.clone(), nonce)?;
         return Ok(Arc::new(path));
     }
@@ -242,8 +248,12 @@ fn make_path(
             [] => "the first one allowed".to_owned(),
             refused => format!("not {}", refused.join("; not ")),
         };
+        let connections = match shared.config.data_connections {
+            0 => shared.workers.count(),
+            given => given as usize,
+        };
         let spin = shared.config.spin;
-        let path = TcpPath::new(name, reason, pools, spin, Box::new(dial));
+        let path = TcpPath::new(name, reason, pools, connections, spin, Box::new(dial));
         match path.prove() {
             Ok(()) => return Ok(Arc::new(path)),
             Err(e) => reasons.push(format!("{name}: {e}")),

@@ -13,7 +13,7 @@ use super::begin::{
 use super::control::{Command, Control, Timer};
 use super::count::saved_bytes;
 use super::notices::Finished;
-use super::peers::Route;
+use super::peers::{PeerShared, Route};
 use super::serving::data_open;
 use super::shared::Shared;
 use super::ticket::{decode_ticket, entry_of, key};
@@ -52,10 +52,12 @@ pub(super) struct NewImport {
     pub priority: i32,
     /// A receive: jobs come with the senders' pushes.
     pub offer: Option<u64>,
+    /// A receive: the engine that will push, if the caller knows it.
+    pub sender: Option<Arc<PeerShared>>,
 }
 
 pub(super) struct Import {
-    new: NewImport,
+    pub(super) new: NewImport,
     machine: reader::Import,
 }
 
@@ -83,6 +85,7 @@ impl Control {
         for job in 0..jobs {
             self.try_start(id, job);
         }
+        self.look_for_senders(id);
     }
 
     /// Starts a job whose route and slots are known; asks for what is missing.
@@ -214,7 +217,7 @@ impl Control {
         let priority = import.new.priority;
         self.send_to(new.id.source, Body::Claim(claim));
         fault::point("claimed");
-        let workers = self.shared.workers.count() as u64;
+        let workers = self.shared.workers.count().min(path.most_workers()) as u64;
         let share = job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
         job.shared_by(share);
         let run = Arc::new(Run {
@@ -294,6 +297,9 @@ impl Control {
     pub fn sources_lost(&mut self, agent: Incarnation, end: &End) {
         for (id, job) in self.jobs_from(agent) {
             self.import_event(id, Event::SourceLost(job, end.clone()));
+        }
+        for id in self.receives_from(agent) {
+            self.look_for_senders(id);
         }
     }
 
@@ -402,11 +408,21 @@ impl Control {
         let Some(id) = self.offer_import(offer) else {
             return self.answer_ended_offer(agent, offer, ticket, entry);
         };
+        let Some(import) = self.imports.get(&id) else {
+            return Ok(());
+        };
+        if let Some(sender) = &import.new.sender
+            && sender.engine.id().0[..] != ticket.engine[..]
+        {
+            crate::bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "{} is received from engine {:?}; this push is from another one",
+                key(ticket.key),
+                sender.engine.id()
+            );
+        }
+        let known = !import.new.jobs.is_empty();
         self.ask_memory(agent);
-        let known = self
-            .imports
-            .get(&id)
-            .is_some_and(|i| !i.new.jobs.is_empty());
         if !known {
             let senders = self.inward_pairs(agent, ticket.dp_rank)?;
             let own = self.shared.lock().engine()?;

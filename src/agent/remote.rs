@@ -19,6 +19,7 @@ use crate::err;
 use crate::error::{Error, Status};
 use crate::ids::{Incarnation, Key};
 use crate::session::{End, Now};
+use crate::wire::opening::Opened;
 use crate::wire::{self, Body};
 
 /// A remote agent and our connection to it.
@@ -49,9 +50,10 @@ pub(super) enum LinkState {
     Up(Link),
 }
 
-/// An accepted connection whose hello has not come yet.
+/// An accepted connection that is open and whose hello has not come yet.
 pub(super) struct Greeting {
     pub link: Link,
+    pub opened: Opened,
 }
 
 impl Remote {
@@ -395,8 +397,15 @@ impl Control {
             Body::Heartbeat(_) => self.answer_heartbeat(agent),
             Body::Hello(_) => {}
             Body::Group(m) => self.on_group(agent, m),
-            Body::DataHello(_) | Body::DataOpen(_) | Body::DataRead(_) | Body::DataClose(_) => {
-                let text = "a data message on a control link";
+            Body::DataHello(_)
+            | Body::DataOpen(_)
+            | Body::DataRead(_)
+            | Body::DataClose(_)
+            | Body::Open(_)
+            | Body::Challenge(_)
+            | Body::Proof(_)
+            | Body::Accepted(_) => {
+                let text = "a message that has no place on a control link";
                 self.remote_lost(agent, End::new(Status::KVF_ERR_PROTOCOL, text));
             }
             Body::Claim(m) => self.on_claim(agent, &m),

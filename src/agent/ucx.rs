@@ -123,6 +123,7 @@ fn engine(shared: &Arc<Shared>) -> Result<Arc<Engine>> {
     let config = ucx::Config {
         name: format!("{}-ucx", super::setup::thread_name(&shared.config.name)),
         affinity: shared.config.affinity.clone(),
+        forced: is_named(shared),
         loopback: shared.address.ip().is_loopback(),
         spin: shared.config.spin,
         patience: shared.config.timeouts.connect,
@@ -148,7 +149,7 @@ fn registered(shared: &Arc<Shared>) -> Result<wire::UcxMemory> {
     let engine = engine(shared)?;
     let pools: Vec<Arc<Pool>> = {
         let state = shared.lock();
-        state.pools.values().map(|e| e.pool.clone()).collect()
+        state.layout_pools().map(|e| e.pool.clone()).collect()
     };
     let mut keys = Vec::new();
     for pool in pools {

@@ -231,6 +231,11 @@ pub trait DataPath: Send + Sync {
     /// As for [`Self::run`].
     fn attest(&self, job: &ReadJob) -> Result<bool>;
 
+    /// Workers that may be in [`Self::run`] of one job at once.
+    fn most_workers(&self) -> usize {
+        usize::MAX
+    }
+
     /// Jobs up to this many bytes may be run by the thread that begins them.
     fn inline_bytes(&self) -> u64;
 

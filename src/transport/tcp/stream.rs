@@ -142,6 +142,29 @@ impl Stream {
         }
     }
 
+    /// Fills `bytes`, at the latest by the deadline.
+    ///
+    /// # Errors
+    /// `KVF_ERR_TRANSFER` with the system's reason, the stream's end included.
+    pub fn receive_exact(&self, bytes: &mut [u8], deadline: Instant) -> Result<()> {
+        let failed = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "receive", &e);
+        let mut at = 0;
+        while at < bytes.len() {
+            let patience = Patience {
+                spin: Duration::ZERO,
+                wake: None,
+                stall: Some(deadline.saturating_duration_since(Instant::now())),
+            };
+            self.receive(&mut bytes[at..=at], patience)
+                .map_err(failed)?;
+            at += 1;
+            if at < bytes.len() {
+                at += self.receive_available(&mut bytes[at..]).map_err(failed)?;
+            }
+        }
+        Ok(())
+    }
+
     /// What is there, without waiting; 0 = nothing, or the end (which the next wait finds).
     pub(super) fn receive_available(&self, bytes: &mut [u8]) -> io::Result<usize> {
         // SAFETY: the borrowed slice with its length.
