@@ -44,6 +44,8 @@ pub(super) enum Command {
     RemovePeer(u64),
     /// A worker has made, or failed to make, the data path to a remote agent over a link.
     Path(Incarnation, LinkId, Result<Arc<dyn DataPath>, Error>),
+    /// A worker has prepared UCX for a reader that asks for our memory.
+    Announce(Incarnation, Box<crate::wire::UcxMemory>),
     UnregisterPool(u32, Now, u64),
     /// Pools or the agent may have become idle.
     Idle,
@@ -273,6 +275,7 @@ impl Control {
             Command::AddPeer(peer) => self.add_peer(peer),
             Command::RemovePeer(id) => self.remove_peer(id),
             Command::Path(agent, link, result) => self.path_made(agent, link, result),
+            Command::Announce(agent, ucx) => self.send_memory(agent, Some(ucx)),
             Command::UnregisterPool(pool, deadline, user_data) => {
                 self.unregister_pool(pool, deadline, user_data);
             }
@@ -313,6 +316,11 @@ impl Control {
             // Readers of this process may be in the middle of a piece; then we hear of it.
             let shared = self.shared.clone();
             if !pool.close(move || shared.send(Command::Idle)) {
+                continue;
+            }
+            let shared = self.shared.clone();
+            let idle = move || shared.send(Command::Idle);
+            if !self.shared.ucx.release(id, idle) {
                 continue;
             }
             forgotten.extend(state.pools.release(id));

@@ -30,6 +30,7 @@ mod shared;
 mod slots;
 mod source;
 mod ticket;
+mod ucx;
 
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
@@ -175,17 +176,35 @@ impl Agent {
     /// Takes a pool back for good: as [`Self::unregister_pool`] without a deadline, and the pool is
     /// forgotten when it is released. `KVF_OK` = released now, `KVF_IN_PROGRESS` = still used.
     pub fn discard_pool(&self, pool: u32, user_data: u64) -> Status {
+        let (told, ucx_is_done) = std::sync::mpsc::channel();
         let mut state = self.shared.lock();
+        let Some(entry) = state.pools.get(pool) else {
+            return Status::KVF_OK;
+        };
+        let mut idle = entry.is_released();
+        if !idle && entry.users == 0 {
+            let shared = self.shared.clone();
+            idle = entry.pool.close(move || shared.send(Command::Idle));
+            let shared = self.shared.clone();
+            let released = move || {
+                shared.send(Command::Idle);
+                let _ = told.send(());
+            };
+            if idle && !self.shared.ucx.release(pool, released) {
+                // Our own thread, not a peer: it takes as long as the card needs for the pages.
+                drop(state);
+                idle = ucx_is_done.recv_timeout(Duration::from_secs(1)).is_ok();
+                state = self.shared.lock();
+            }
+        }
         match state.pools.get(pool) {
-            None => Status::KVF_OK,
-            Some(entry) => {
-                let shared = self.shared.clone();
-                let idle = entry.is_released()
-                    || (entry.users == 0 && entry.pool.close(move || shared.send(Command::Idle)));
-                if !idle {
-                    state.pools.leave(pool, user_data, true);
-                    return Status::KVF_IN_PROGRESS;
-                }
+            Some(entry) if !idle || (entry.users > 0 && !entry.is_released()) => {
+                state.pools.leave(pool, user_data, true);
+                drop(state);
+                self.shared.send(Command::Idle); // it may have become idle meanwhile
+                Status::KVF_IN_PROGRESS
+            }
+            _ => {
                 let entry = state.pools.remove(pool);
                 drop(state);
                 drop(entry); // unmapping is not for the lock
@@ -590,7 +609,8 @@ impl Agent {
         let control = thread.join_until(deadline);
         let workers = self.shared.workers.close(deadline);
         let data = self.shared.data.close(deadline);
-        if !control || !workers || !data {
+        let ucx = self.shared.ucx.close(deadline);
+        if !control || !workers || !data || !ucx {
             bail!(
                 KVF_ERR_DEADLINE,
                 "agent {}: a thread is still busy after {timeout:?} and was left behind",

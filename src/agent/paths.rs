@@ -11,6 +11,7 @@ use super::metadata::{RankInfo, incarnation};
 use super::remote::LinkState;
 use super::serving::{self, Door};
 use super::shared::{self, Shared};
+use super::ucx;
 use crate::error::{Result, Status};
 use crate::ids::{Incarnation, Key};
 use crate::memory::{LeaseView, Mapping};
@@ -34,12 +35,43 @@ impl Control {
             && remote.memory_asked != Some(link.id)
         {
             remote.memory_asked = Some(link.id);
-            link.send(Body::MemoryRequest(wire::MemoryRequest {}));
+            let ucx = ucx::is_wanted(&self.shared, link.process.is_some());
+            link.send(Body::MemoryRequest(wire::MemoryRequest { ucx }));
         }
     }
 
+    /// No transfer can succeed any more over the way that there is: asks for the memory again.
+    /// Transfers wait for the new way, as they do for the first one.
+    pub fn renew_path(&mut self, agent: Incarnation) {
+        let Some(remote) = self.remotes.get_mut(&agent) else {
+            return;
+        };
+        let name = &remote.info().name;
+        self.shared.log.info(format_args!(
+            "agent {name}: the transport has failed; asking for a new way"
+        ));
+        remote.route.set(None);
+        if matches!(remote.state, LinkState::Up(_)) {
+            remote.memory_asked = None;
+            self.ask_memory(agent);
+        } // else the next link asks
+    }
+
+    /// A reader asks for our memory.
+    pub fn memory_requested(&mut self, agent: Incarnation, request: wire::MemoryRequest) {
+        if !request.ucx {
+            return self.send_memory(agent, None);
+        }
+        // Loading UCX and registering memory take their time.
+        let shared = self.shared.clone();
+        self.shared.workers.submit(i32::MAX, move || {
+            let ucx = ucx::announce(&shared);
+            shared.send(Command::Announce(agent, Box::new(ucx)));
+        });
+    }
+
     /// Our memory, for a reader.
-    pub fn send_memory(&mut self, agent: Incarnation) {
+    pub fn send_memory(&mut self, agent: Incarnation, ucx: Option<Box<wire::UcxMemory>>) {
         let Some(remote) = self.remotes.get(&agent) else {
             return;
         };
@@ -72,6 +104,7 @@ impl Control {
             lease_address: leases.address(),
             descriptors: fds.len() as u32,
             token,
+            ucx,
         };
         link.send_with(Body::Memory(memory), fds);
     }
@@ -151,7 +184,7 @@ impl Control {
 }
 
 /// Whether the configuration (empty = all) and `KVFERRY_TRANSPORTS` (unset = all) allow it.
-fn allowed(configured: &[String], name: &str) -> bool {
+pub(super) fn allowed(configured: &[String], name: &str) -> bool {
     let named = |list: &str| list.split(',').any(|t| t.trim() == name);
     (configured.is_empty() || configured.iter().any(|t| t == name))
         && std::env::var("KVFERRY_TRANSPORTS").map_or(true, |list| list.is_empty() || named(&list))
@@ -159,7 +192,7 @@ fn allowed(configured: &[String], name: &str) -> bool {
 
 /// Chooses how to read an agent's memory and proves that it works.
 fn make_path(
-    shared: &Shared,
+    shared: &Arc<Shared>,
     source: &RankInfo,
     process: Option<Arc<PeerProcess>>,
     memory: &wire::Memory,
@@ -190,6 +223,10 @@ fn make_path(
             Err(e) if e.status == Status::KVF_ERR_PEER_LOST => return Err(e),
             Err(e) => reasons.push(format!("shm: {e}")),
         },
+    }
+    match ucx::path(shared, source, memory, nonce, &reasons) {
+        Ok(path) => return Ok(Arc::new(path)),
+        Err(e) => reasons.push(format!("ucx: {}", e.text)),
     }
     let doors = [
         (

@@ -112,6 +112,7 @@ impl Control {
             return;
         }
         match route.get() {
+            Some(Ok(path)) if !path.is_usable() => self.renew_path(new.id.source),
             Some(Ok(_)) => self.import_event(id, Event::Ready(job)),
             Some(Err(e)) => {
                 self.import_event(id, Event::SourceLost(job, End::new(e.status, e.text)));

@@ -395,7 +395,7 @@ impl Control {
         match body {
             Body::Welcome(w) => self.welcome(agent, link, &w),
             Body::Refuse(r) => self.refused(agent, link, r),
-            Body::MemoryRequest(_) => self.send_memory(agent),
+            Body::MemoryRequest(m) => self.memory_requested(agent, m),
             Body::Memory(m) => self.memory(agent, link, m, fds),
             Body::Heartbeat(_) => self.answer_heartbeat(agent),
             Body::Hello(_) => {}

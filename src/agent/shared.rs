@@ -18,6 +18,7 @@ use super::pools::{PoolEntry, Pools};
 use super::serving::DataConnections;
 use super::slots::Slots;
 use super::source::PublicationCell;
+use super::ucx::Ucx;
 use crate::bail;
 use crate::error::{Result, Status};
 use crate::ids::Incarnation;
@@ -40,6 +41,7 @@ pub(super) struct Shared {
     pub commands: mpsc::UnboundedSender<Command>,
     pub workers: Workers,
     pub data: DataConnections,
+    pub ucx: Ucx,
     pub groups: Mutex<Board>,
     pub log: Log,
     pub metrics: Metrics,
@@ -103,6 +105,7 @@ impl Shared {
             commands,
             workers,
             data: DataConnections::default(),
+            ucx: Ucx::default(),
             groups: Mutex::default(),
             log,
             metrics,

@@ -173,6 +173,9 @@ impl Control {
             self.publications.by_key.remove(&id.key);
         }
         self.drop_push(id);
+        if end.status != Status::KVF_OK && entry.machine.claimed() {
+            self.shared.ucx.suspect();
+        }
         {
             let mut state = self.shared.lock();
             state.slots.end_read(&entry.new.slots);
@@ -369,6 +372,9 @@ impl Control {
             0 => Status::KVF_OK,
             code => metadata::status(code),
         };
+        if status != Status::KVF_OK {
+            self.shared.ucx.suspect();
+        }
         let Some(consumer) = self.consumer(agent) else {
             return;
         };

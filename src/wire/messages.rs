@@ -187,8 +187,12 @@ pub struct Refuse {
 }
 
 /// Please send [`Memory`].
-#[derive(Clone, PartialEq, Message)]
-pub struct MemoryRequest {}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Message)]
+pub struct MemoryRequest {
+    /// Also for UCX, which the source may have to load for it.
+    #[prost(bool, tag = "1")]
+    pub ucx: bool,
+}
 
 /// Memory of the sending agent. File descriptors: the lease table, then each mappable pool.
 #[derive(Clone, PartialEq, Message)]
@@ -211,6 +215,40 @@ pub struct Memory {
     /// Proves on a data connection that it belongs to this link.
     #[prost(bytes = "vec", tag = "6")]
     pub token: Vec<u8>,
+    /// If the reader asked for it.
+    #[prost(message, optional, boxed, tag = "7")]
+    pub ucx: Option<Box<UcxMemory>>,
+}
+
+/// How the sending agent's memory is read through UCX.
+#[derive(Clone, PartialEq, Message)]
+pub struct UcxMemory {
+    /// UCX's version.
+    #[prost(string, tag = "1")]
+    pub version: String,
+    /// Of its worker.
+    #[prost(bytes = "vec", tag = "2")]
+    pub address: Vec<u8>,
+    /// Packed key of the lease table.
+    #[prost(bytes = "vec", tag = "3")]
+    pub lease_key: Vec<u8>,
+    /// Packed keys of the pools.
+    #[prost(message, repeated, tag = "4")]
+    pub keys: Vec<UcxKey>,
+    /// Why UCX cannot be used there; empty if it can.
+    #[prost(string, tag = "5")]
+    pub refused: String,
+}
+
+/// A pool's packed key.
+#[derive(Clone, PartialEq, Message)]
+pub struct UcxKey {
+    /// Pool id.
+    #[prost(uint32, tag = "1")]
+    pub pool: u32,
+    /// The key.
+    #[prost(bytes = "vec", tag = "2")]
+    pub key: Vec<u8>,
 }
 
 /// One pool of the sending agent.

@@ -1,6 +1,7 @@
 //! One agent's UCX: context, worker and progress thread, made when the first peer needs them.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,6 +22,9 @@ pub struct Config {
     pub name: String,
     /// CPUs of the thread; empty = inherited.
     pub affinity: Vec<u32>,
+    /// UCX was asked for by name, and may use what it likes but shared memory; else only cards that
+    /// read memory by themselves, and it opens no sockets.
+    pub forced: bool,
     /// UCX listens on the loopback interface only, as the agent does.
     pub loopback: bool,
     /// How long the thread looks at UCX before it sleeps, while gets are on their way.
@@ -36,7 +40,7 @@ pub struct Engine {
     thread: Mutex<Option<Thread>>,
     address: Vec<u8>,
     /// What was registered, with its packed key.
-    keys: Mutex<Vec<(Region, Vec<u8>)>>,
+    keys: Mutex<BTreeMap<Region, Vec<u8>>>,
     next_endpoint: AtomicU64,
     patience: Duration,
 }
@@ -51,7 +55,7 @@ impl Engine {
         let queue = Arc::new(queue);
         let (reply, answer) = sync_channel(1);
         let (own, spin) = (queue.clone(), config.spin);
-        let options = options(config.loopback);
+        let options = options(&config);
         // Also opens the library: on a thread that blocks all signals, as the threads that UCX may
         // start inherit.
         let thread = spawn(config.name, &config.affinity, move || {
@@ -142,7 +146,7 @@ impl Engine {
         bytes: u64,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Vec<u8>> {
-        if let Some((_, key)) = self.keys().iter().find(|(known, _)| *known == region) {
+        if let Some(key) = self.keys().get(&region) {
             return Ok(key.clone());
         }
         let range = Range {
@@ -154,25 +158,26 @@ impl Engine {
         let (reply, answer) = sync_channel(1);
         self.order(Order::Register(range, reply))?;
         let key = self.answer(&answer)?;
-        self.keys().push((region, key.clone()));
+        self.keys().insert(region, key.clone());
         Ok(key)
     }
 
-    fn keys(&self) -> std::sync::MutexGuard<'_, Vec<(Region, Vec<u8>)>> {
+    fn keys(&self) -> std::sync::MutexGuard<'_, BTreeMap<Region, Vec<u8>>> {
         self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the pool is registered.
+    pub fn has_pool(&self, pool: u32) -> bool {
+        self.keys().contains_key(&Region::Pool(pool))
     }
 
     /// Takes a pool back. True: it was not registered; false: `done` is called when it is so no
     /// more.
     pub fn unregister_pool(&self, pool: u32, done: impl FnOnce() + Send + 'static) -> bool {
         let region = Region::Pool(pool);
-        let mut keys = self.keys();
-        let before = keys.len();
-        keys.retain(|(known, _)| *known != region);
-        if keys.len() == before {
+        if self.keys().remove(&region).is_none() {
             return true;
         }
-        drop(keys);
         if let Some(order) = self.queue.push(Order::Unregister(region, Box::new(done))) {
             refuse(order);
         }
@@ -290,7 +295,7 @@ impl std::fmt::Debug for Engine {
 }
 
 /// Options that kvferry sets; what the environment names stays as it is.
-fn options(loopback: bool) -> Vec<(&'static str, &'static str)> {
+fn options(config: &Config) -> Vec<(&'static str, &'static str)> {
     let unset = |name: &str| std::env::var_os(name).is_none();
     let mut options = vec![
         // kvferry registers what it uses, for good; a cache would watch all of the engine's memory.
@@ -299,12 +304,18 @@ fn options(loopback: bool) -> Vec<(&'static str, &'static str)> {
     ];
     if unset("UCX_TLS") {
         // Shared memory is `shm`'s, whose peers' deaths and files kvferry looks after itself.
-        options.push(("TLS", "^mm"));
+        options.push(("TLS", if config.forced { "^mm" } else { "ib" }));
     }
-    if loopback && unset("UCX_NET_DEVICES") {
+    if config.loopback && unset("UCX_NET_DEVICES") {
         options.push(("NET_DEVICES", "lo"));
     }
     options
+}
+
+/// Whether this host has a card that may be able to do RMA; UCX is not asked.
+pub fn has_card() -> bool {
+    const CARDS: &str = "/sys/class/infiniband";
+    std::fs::read_dir(CARDS).is_ok_and(|mut list| list.next().is_some())
 }
 
 /// Whether this host has a card that reads a peer's memory without the peer's processor.
@@ -312,9 +323,7 @@ fn options(loopback: bool) -> Vec<(&'static str, &'static str)> {
 /// # Errors
 /// `KVF_ERR_UNSUPPORTED` with the reason.
 pub fn hardware_rma() -> Result<()> {
-    const CARDS: &str = "/sys/class/infiniband";
-    let none = std::fs::read_dir(CARDS).map_or(true, |mut list| list.next().is_none());
-    if none {
+    if !has_card() {
         bail!(
             KVF_ERR_UNSUPPORTED,
             "no card for hardware RMA here; force it by naming ucx"

@@ -11,7 +11,7 @@ mod progress;
 mod signals;
 mod ucx_sys;
 
-pub use engine::{Config, Engine, hardware_rma};
+pub use engine::{Config, Engine, hardware_rma, has_card};
 pub use flight::Region;
 pub use library::{LIBRARY_VARIABLE, Library};
 pub use path::{Source, UcxPath};

@@ -79,6 +79,7 @@ fn engine(name: &str) -> Arc<Engine> {
     let config = Config {
         name: name.into(),
         affinity: Vec::new(),
+        forced: true,
         loopback: true,
         spin: Duration::ZERO,
         patience: Duration::from_secs(20),
