@@ -26,7 +26,7 @@ struct Setup {
   std::uint64_t spin_us = 0;
   std::string listen, advertise;  // of this process
   NLOHMANN_DEFINE_TYPE_INTRUSIVE(Setup, memory, transports, block_size, pool_bytes, room_bytes,
-                                 workers, spin_us, listen, advertise)
+                                 workers, spin_us)
 };
 
 // Memory of this tool, every page present.
