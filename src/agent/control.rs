@@ -10,6 +10,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{mpsc, oneshot};
 
 use super::api::{Event, EventKind};
+use super::gates::{Gated, Gates};
 use super::group::Groups;
 use super::handshake::Answered;
 use super::link::{INBOX, Incoming, LinkId, Socket};
@@ -47,6 +48,12 @@ pub(super) enum Command {
     /// A worker has prepared UCX for a reader that asks for our memory.
     Announce(Incarnation, Box<crate::wire::UcxMemory>),
     UnregisterPool(u32, Now, u64),
+    /// What a caller's stream held is done.
+    GateOpen(Gated),
+    /// A device could not be stopped: the memory of (import, job) is never safe again.
+    Stuck(u64, usize, End),
+    /// Nothing here maps the agent's pool any more.
+    Unmapped(Incarnation, u32),
     /// Pools or the agent may have become idle.
     Idle,
     Group(super::group::Order),
@@ -69,6 +76,7 @@ pub(super) enum Timer {
     Offer(u64),
     /// A channel's alarm.
     Group(u64),
+    Gates,
     Drain,
 }
 
@@ -90,7 +98,7 @@ impl std::hash::Hash for Timer {
             }
             Self::Remote(id) => id.hash(state),
             Self::Pool(id) => id.hash(state),
-            Self::Drain => {}
+            Self::Gates | Self::Drain => {}
         }
     }
 }
@@ -148,6 +156,7 @@ pub(super) struct Control {
     pub notices: Notices,
     pub offers: Offers,
     pub groups: Groups,
+    pub gates: Gates,
     pub drains: Vec<(Now, oneshot::Sender<bool>)>,
     pub stopping: Option<oneshot::Sender<()>>,
 }
@@ -185,6 +194,7 @@ impl Control {
             notices: Notices::default(),
             offers: Offers::default(),
             groups: Groups::default(),
+            gates: Gates::default(),
             drains: Vec::new(),
             stopping: None,
         };
@@ -250,6 +260,7 @@ impl Control {
                 Timer::Pool(pool) => self.pool_late(pool),
                 Timer::Offer(id) => self.offer_over(id),
                 Timer::Group(channel) => self.group_alarm_due(channel),
+                Timer::Gates => self.check_gates(),
                 Timer::Drain => self.check_drains(),
             }
         }
@@ -270,6 +281,11 @@ impl Control {
             Command::Stopped(id, job, end) => {
                 self.import_event(id, crate::session::reader::Event::Stopped(job, end));
             }
+            Command::Stuck(id, job, end) => {
+                self.import_event(id, crate::session::reader::Event::SourceLost(job, end));
+            }
+            Command::GateOpen(what) => self.gate_open(what),
+            Command::Unmapped(agent, pool) => self.unmapped(agent, pool),
             Command::Tell(finished) => finished.into_iter().for_each(|f| self.tell_finished(f)),
             Command::Hold(peer, held) => self.hold(&peer, &held),
             Command::AddPeer(peer) => self.add_peer(peer),
@@ -309,10 +325,14 @@ impl Control {
     }
 
     /// Says "may be freed now" for pools that are leaving and have no users.
-    fn release_pools(&mut self) {
-        let mut forgotten = Vec::new();
+    pub fn release_pools(&mut self) {
+        let (mut forgotten, mut asked) = (Vec::new(), Vec::new());
         let mut state = self.shared.lock();
         for (id, pool, user_data) in state.pools.leaving_unused() {
+            if let Some(holders) = state.pools.ask_holders(id) {
+                asked.extend(holders.into_iter().map(|agent| (agent, id)));
+                continue;
+            }
             // Readers of this process may be in the middle of a piece; then we hear of it.
             let shared = self.shared.clone();
             if !pool.close(move || shared.send(Command::Idle)) {
@@ -331,6 +351,7 @@ impl Control {
         }
         drop(state);
         drop(forgotten); // unmapping is not for the lock
+        self.ask_to_unmap(asked);
     }
 
     fn pool_late(&mut self, pool: u32) {

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
@@ -223,7 +224,8 @@ impl Source for Publications {
         let (leases, lease) = (self.shared.leases.clone(), cell.lease);
         Ok(Opened {
             bindings: bindings.into_iter().map(|(_, binding)| binding).collect(),
-            holds: Box::new(move || leases.holds(lease)),
+            // A reader that did not wait for the source's stream is refused like a late one.
+            holds: Box::new(move || cell.readable.load(Ordering::Acquire) && leases.holds(lease)),
         })
     }
 
