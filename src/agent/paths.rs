@@ -224,7 +224,14 @@ fn make_path(
             refused => format!("not {}", refused.join("; not ")),
         };
         let spin = shared.config.spin;
-        let path = TcpPath::new(name, reason, pools, spin, Box::new(dial));
+        let path = TcpPath::new(
+            name,
+            reason,
+            pools,
+            spin,
+            shared.devices.clone(),
+            Box::new(dial),
+        );
         match path.prove() {
             Ok(()) => return Ok(Arc::new(path)),
             Err(e) => reasons.push(format!("{name}: {e}")),
