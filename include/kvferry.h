@@ -101,7 +101,7 @@
 #define KVF_DIRECTION_PULL 0
 
 /**
- * The source sends into slots that the destination opens. Not for transceivers yet.
+ * The source sends into slots that the destination opens.
  */
 #define KVF_DIRECTION_PUSH 1
 
@@ -596,7 +596,8 @@ typedef struct kvf_agent_config {
    */
   const char *name;
   /**
-   * `host:port` for other agents; NULL = 127.0.0.1 and any port.
+   * `host:port` for other agents; NULL = 127.0.0.1 and any port. An address that is not loopback
+   * needs `auth_key` or `allow_unauthenticated`.
    */
   const char *listen;
   /**
@@ -661,6 +662,34 @@ typedef struct kvf_agent_config {
    * How long a thread looks at a data socket before it sleeps, in ns; 0 = it sleeps at once.
    */
   uint64_t spin_ns;
+  /**
+   * Pre-shared key: `auth_key_bytes` random bytes (16 to 4096), the same for all agents that may
+   * talk to each other. Copied, and overwritten when the agent ends. NULL = the content of the
+   * file that the environment variable `KVFERRY_AUTH_KEY_FILE` names, without one trailing
+   * newline; without that, no key. Both sides of every connection prove that they know it; it
+   * encrypts nothing.
+   */
+  const uint8_t *auth_key;
+  /**
+   * Bytes of `auth_key`.
+   */
+  size_t auth_key_bytes;
+  /**
+   * `host:port` that peers are told to connect to; port 0 = the one listened on. Needed where
+   * `listen` is a wildcard (0.0.0.0, [::]) or peers see another address; NULL = as listened on.
+   */
+  const char *advertise;
+  /**
+   * 1: listen beyond loopback without a key. **Open to everybody who can connect**: they may read
+   * what is published and disturb what runs. No meaning with a key.
+   */
+  uint32_t allow_unauthenticated;
+  /**
+   * Sockets (`tcp`, `unix`): connections over which one transfer reads from one source agent at
+   * once, and that are kept for the next one. Each needs a worker; 0 = as many as workers, at
+   * most 256.
+   */
+  uint32_t data_connections;
 } kvf_agent_config;
 
 /**
@@ -966,7 +995,7 @@ typedef struct kvf_import_desc {
    */
   uint32_t direction;
   /**
-   * The engine that the ticket comes from.
+   * The engine that the ticket comes from. KVF_DIRECTION_PUSH: as in kvf_receive_desc.
    */
   const struct kvf_peer *peer;
   /**
@@ -1662,6 +1691,11 @@ typedef struct kvf_receive_desc {
    * Returned in the transfer's events.
    */
   uint64_t user_data;
+  /**
+   * The engine that will push: nobody else may, and the receive fails at once when that engine is
+   * lost. NULL = any engine; then the deadline alone ends a receive that nobody answers.
+   */
+  const struct kvf_peer *peer;
 } kvf_receive_desc;
 
 /**
@@ -2174,7 +2208,8 @@ extern "C" {
  *
  * @param[in]  config  Start from KVF_AGENT_CONFIG_INIT. Not kept.
  * @param[out] agent   Receives the agent; end it with kvf_agent_destroy().
- * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for an unknown transport, address or log level;
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for an unknown transport, address or log level, a key of a wrong
+ *         size, an address beyond loopback without a key, or one that peers cannot connect to;
  *         KVF_ERR_SYSTEM or KVF_ERR_NO_MEMORY when the system refuses sockets, threads or memory.
  *
  * # Safety
@@ -2441,8 +2476,8 @@ KVF_NOEXCEPT;
  *         KVF_ERR_DUPLICATE also for an owned-only slot that is to be written.
  *
  * # Safety
- * @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
- * its pointers to what they say, @p transfer be writable.
+ * @p agent and `desc->peer` (if not NULL) must be live, @p desc point to `desc->struct_size`
+ * readable bytes and its pointers to what they say, @p transfer be writable.
  */
 kvf_status kvf_import_begin(struct kvf_agent *agent,
                             const struct kvf_import_desc *desc,
@@ -2754,9 +2789,9 @@ kvf_status kvf_pool_destroy(struct kvf_pool *pool) KVF_NOEXCEPT;
  * @return KVF_OK; KVF_ERR_OUT_OF_RANGE for a slot, group or token outside of the layout;
  *         KVF_ERR_DUPLICATE for a slot or group named twice; KVF_ERR_INVALID_ARGUMENT for fewer
  *         slots than tokens; KVF_ERR_SLOT_BUSY for a slot that a transfer writes, with its holder
- *         in kvf_last_error(); KVF_ERR_LIMIT when `max_publications` live or `aux` is too long;
- *         KVF_ERR_UNSUPPORTED for a stream that is being captured, or without a
- *         CUDA driver. Nothing was offered then.
+ *         in kvf_last_error(); KVF_ERR_LIMIT when `max_publications` live, for more than
+ *         1048576 slots, or when `aux` is too long; KVF_ERR_UNSUPPORTED for a stream that is being
+ *         captured, or without a CUDA driver. Nothing was offered then.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its arrays to as
@@ -2892,10 +2927,10 @@ KVF_NOEXCEPT;
  * @param      agent     The agent.
  * @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
  * @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
- * @return As kvf_import_begin().
+ * @return As kvf_import_begin(); KVF_ERR_INCOMPATIBLE if the layout of `desc->peer` does not fit.
  *
  * # Safety
- * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
+ * @p agent and `desc->peer` (if not NULL) must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
  * what they say, @p transfer be writable.
  */
 kvf_status kvf_receive_begin(struct kvf_agent *agent,
@@ -3651,7 +3686,7 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
  *   kvf_x x = KVF_X_INIT; */
 #define KVF_AGENT_CONFIG_INIT \
     {sizeof(kvf_agent_config), KVF_ABI_VERSION, 0, NULL, NULL, NULL, 0, NULL, NULL, 0, 0, 0, 0, \
-     0, 0, 0, 0, NULL, NULL, 0}
+     0, 0, 0, 0, NULL, NULL, 0, NULL, 0, NULL, 0, 0}
 #define KVF_BYTES_INIT {NULL, 0}
 #define KVF_ENGINE_DESC_INIT \
     {sizeof(kvf_engine_desc), KVF_ABI_VERSION, 0, 0, 0, NULL, NULL, NULL, sizeof(kvf_bytes), 0}
@@ -3690,7 +3725,7 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
 #define KVF_QUARANTINED_SLOT_INIT {0, 0, 0}
 #define KVF_RECEIVE_DESC_INIT \
     {sizeof(kvf_receive_desc), KVF_ABI_VERSION, 0, {0, 0, 0}, NULL, sizeof(kvf_import_group), \
-     0, NULL, sizeof(kvf_import_state), 0, NULL, sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0}
+     0, NULL, sizeof(kvf_import_state), 0, NULL, sizeof(kvf_slot_ref), 0, NULL, 0, 0, 0, NULL}
 #define KVF_RECEIVE_REQUEST_INIT \
     {sizeof(kvf_receive_request), KVF_ABI_VERSION, 0, {0, 0, 0}, NULL, NULL, 0, NULL, \
      sizeof(kvf_import_group), 0, NULL, sizeof(kvf_import_state), 0, NULL, \

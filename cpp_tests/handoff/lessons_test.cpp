@@ -271,6 +271,7 @@ TEST(Lessons, Lesson16_BothSidesOfAPushHaveTheirTimeOut) {
             "KVF_ERR_DEADLINE safe");
   const auto answer = reader.ask("receive 2 6 0 4 -1 20000");
   reader.kill(SIGSTOP);  // nobody fetches
+  ASSERT_EQ(reader.halted(10s), process_test::Child::State::stopped);
   kvferry::Push push;
   const std::vector<std::int32_t> slots = {1};
   push.groups = {kvferry::published(0, slots, 0, 4)};

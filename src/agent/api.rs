@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::cuda::CallerStream;
 use crate::error::Status;
 use crate::ids::Key;
+pub use crate::wire::AuthKey;
 
 /// How long things may take. Every field has a default; `docs/protocol.md` has the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,6 +59,15 @@ pub struct AgentConfig {
     pub max_publications: u32,
     /// How long a thread looks at a data socket before it sleeps; zero = sleep at once.
     pub spin: Duration,
+    /// Both sides of every connection must know it; `None` = no key, unless
+    /// `KVFERRY_AUTH_KEY_FILE` names one.
+    pub auth_key: Option<AuthKey>,
+    /// `host:port` that peers are told; port 0 = the one listened on, empty = as listened on.
+    pub advertise: String,
+    /// Sockets: connections of one transfer to one source agent, and those kept; 0 = as workers.
+    pub data_connections: u32,
+    /// Listen beyond loopback without a key: open to everybody who can connect.
+    pub allow_unauthenticated: bool,
 }
 
 /// A transfer's or publication's end, a peer's death: something the caller has not seen yet.

@@ -285,6 +285,7 @@ pub(super) fn import(
         lease,
         priority: desc.priority,
         offer: None,
+        sender: None,
         gate,
     })));
     Ok(cell)
@@ -328,7 +329,7 @@ fn run_small(
         cell.submit(parts, path.name());
         let (times, peer) = (&*cell.times, &peer.routes[src].name);
         let queued = times.copying();
-        end = run_inline(&*path, &job, times);
+        end = run_inline(&*path, &job, times, peer);
         shared.count_read(peer, &*path, &job, times, queued, &end);
         if !end.is_ok() {
             break;
@@ -375,7 +376,7 @@ pub(super) fn lease_of(entry: &wire::TicketEntry) -> Lease {
 }
 
 pub(super) fn pool_map(state: &State, pools: &[u32]) -> BTreeMap<u32, Arc<crate::memory::Pool>> {
-    let pool = |id: &u32| Some((*id, state.pools.get(id)?.pool.clone()));
+    let pool = |id: &u32| Some((*id, state.pools.get(*id)?.pool.clone()));
     pools.iter().filter_map(pool).collect()
 }
 
@@ -534,8 +535,11 @@ pub(super) fn written_slots(wants: &Wants, layout: &Layout) -> Result<Vec<GroupS
             true => entry(want.skip_token / per_block)..entry(want.token_end.div_ceil(per_block)),
             false => 0..0,
         };
-        let held = want.slots[written].iter().filter(|slot| **slot >= 0);
-        let slots = held.map(|slot| *slot as u32).collect();
+        let mut slots: Vec<u32> = want.slots[written]
+            .iter()
+            .map(|slot| *slot as u32)
+            .collect();
+        slots.retain(|slot| *slot as i32 >= 0);
         all.push((want.group, slots));
     }
     for want in &wants.states {
@@ -606,7 +610,7 @@ pub(super) fn bind(
             pair,
             Request {
                 group: want.group as usize,
-                src_slots: &published.slots,
+                src_slots: &wire::unpack_slots(&published.slots)?,
                 dst_slots: &want.slots,
                 src_first_ordinal: published.first_ordinal,
                 dst_first_ordinal: want.first_ordinal,

@@ -12,9 +12,11 @@ use tokio::sync::{mpsc, oneshot};
 use super::api::{Event, EventKind};
 use super::gates::{Gated, Gates};
 use super::group::Groups;
+use super::handshake::Answered;
 use super::link::{INBOX, Incoming, LinkId, Socket};
 use super::notices::Notices;
 use super::offers::Offers;
+use super::opening::{Failure, Strangers};
 use super::peers::PeerShared;
 use super::reader::{Import, NewImport};
 use super::remote::{Greeting, Remote};
@@ -43,6 +45,8 @@ pub(super) enum Command {
     RemovePeer(u64),
     /// A worker has made, or failed to make, the data path to a remote agent over a link.
     Path(Incarnation, LinkId, Result<Arc<dyn DataPath>, Error>),
+    /// A worker has prepared UCX for a reader that asks for our memory.
+    Announce(Incarnation, Box<crate::wire::UcxMemory>),
     UnregisterPool(u32, Now, u64),
     /// What a caller's stream held is done.
     GateOpen(Gated),
@@ -135,7 +139,9 @@ impl Timers {
 pub(super) struct Control {
     pub shared: Arc<Shared>,
     pub inbox: mpsc::Sender<(LinkId, Incoming)>,
-    pub dialled: mpsc::UnboundedSender<(Incarnation, Result<Socket, Error>)>,
+    pub dialled: mpsc::UnboundedSender<(Incarnation, Result<Socket, Failure>)>,
+    pub answered: mpsc::UnboundedSender<(u64, Answered)>,
+    pub strangers: Strangers,
     pub died: mpsc::UnboundedSender<LinkId>,
     pub timers: Timers,
     pub peers: HashMap<u64, Arc<PeerShared>>,
@@ -167,11 +173,14 @@ impl Control {
     pub async fn run(shared: Arc<Shared>, mut inputs: Inputs) {
         let (inbox, mut frames) = mpsc::channel(INBOX);
         let (dialled, mut dials) = mpsc::unbounded_channel();
+        let (answered, mut answers) = mpsc::unbounded_channel();
         let (died, mut deaths) = mpsc::unbounded_channel();
         let mut control = Self {
             shared,
             inbox,
             dialled,
+            answered,
+            strangers: Strangers::default(),
             died,
             timers: Timers::default(),
             peers: HashMap::new(),
@@ -218,6 +227,7 @@ impl Control {
                 }
                 Some((agent, result)) = dials.recv() => control.dial_done(agent, result),
                 Some(link) = deaths.recv() => control.process_died(link),
+                Some((number, answer)) = answers.recv() => control.answered(number, answer),
                 Ok((stream, _)) = inputs.unix.accept() => control.accepted(Socket::Unix(stream)),
                 Ok((stream, _)) = inputs.tcp.accept() => {
                     let _ = stream.set_nodelay(true);
@@ -281,6 +291,7 @@ impl Control {
             Command::AddPeer(peer) => self.add_peer(peer),
             Command::RemovePeer(id) => self.remove_peer(id),
             Command::Path(agent, link, result) => self.path_made(agent, link, result),
+            Command::Announce(agent, ucx) => self.send_memory(agent, Some(ucx)),
             Command::UnregisterPool(pool, deadline, user_data) => {
                 self.unregister_pool(pool, deadline, user_data);
             }
@@ -308,57 +319,46 @@ impl Control {
     }
 
     fn unregister_pool(&mut self, pool: u32, deadline: Now, user_data: u64) {
-        if let Some(entry) = self.shared.lock().pools.get_mut(&pool) {
-            entry.leaving = Some(user_data);
-        }
+        self.shared.lock().pools.leave(pool, user_data, false);
         self.timers.set(Timer::Pool(pool), Some(deadline));
         self.release_pools();
     }
 
     /// Says "may be freed now" for pools that are leaving and have no users.
     pub fn release_pools(&mut self) {
-        let mut asked = Vec::new();
+        let (mut forgotten, mut asked) = (Vec::new(), Vec::new());
         let mut state = self.shared.lock();
-        for (id, entry) in &mut state.pools {
-            if let Some(user_data) = entry.leaving
-                && entry.users == 0
-                && !entry.released
-            {
-                if entry.is_held() {
-                    if !std::mem::replace(&mut entry.exported.asked, true) {
-                        let holders = entry.exported.holders.keys();
-                        asked.extend(holders.map(|agent| (*agent, *id)));
-                    }
-                    continue;
-                }
-                // Readers of this process may be in the middle of a piece; then we hear of it.
-                let shared = self.shared.clone();
-                if !entry.pool.close(move || shared.send(Command::Idle)) {
-                    continue;
-                }
-                entry.pool.unpin();
-                entry.released = true;
-                self.timers.set(Timer::Pool(*id), None);
-                self.shared
-                    .events
-                    .push(pool_event(*id, user_data, Status::KVF_OK));
+        for (id, pool, user_data) in state.pools.leaving_unused() {
+            if let Some(holders) = state.pools.ask_holders(id) {
+                asked.extend(holders.into_iter().map(|agent| (agent, id)));
+                continue;
             }
+            // Readers of this process may be in the middle of a piece; then we hear of it.
+            let shared = self.shared.clone();
+            if !pool.close(move || shared.send(Command::Idle)) {
+                continue;
+            }
+            let shared = self.shared.clone();
+            let idle = move || shared.send(Command::Idle);
+            if !self.shared.ucx.release(id, idle) {
+                continue;
+            }
+            forgotten.extend(state.pools.release(id));
+            self.timers.set(Timer::Pool(id), None);
+            self.shared
+                .events
+                .push(pool_event(id, user_data, Status::KVF_OK));
         }
         drop(state);
+        drop(forgotten); // unmapping is not for the lock
         self.ask_to_unmap(asked);
     }
 
     fn pool_late(&mut self, pool: u32) {
         self.release_pools();
         let mut state = self.shared.lock();
-        if let Some(entry) = state.pools.get_mut(&pool)
-            && let Some(user_data) = entry.leaving
-            && !entry.released
-        {
-            // The pool stays registered; the caller may ask again.
-            entry.leaving = None;
-            entry.exported.asked = false;
-            entry.pool.reopen();
+        // The pool stays registered; the caller may ask again.
+        if let Some(user_data) = state.pools.stay(pool) {
             self.shared
                 .events
                 .push(pool_event(pool, user_data, Status::KVF_ERR_DEADLINE));

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::control::{Command, Control};
-use super::shared::{PoolEntry, Shared};
+use super::pools::PoolEntry;
+use super::shared::Shared;
 use super::{Agent, gates};
 use crate::cuda::{Context, DeviceMemory, Driver, Handle, Mapping, PinnedRange, Uuid};
 use crate::error::Result;
@@ -131,7 +132,7 @@ impl PoolEntry {
         let memory = self.exported.memory.as_ref()?;
         let offset = (self.pool.base() as u64).saturating_sub(memory.allocation);
         let (handle, reason) = match (&memory.export, process) {
-            _ if self.leaving.is_some() => (Vec::new(), "it is being unregistered".into()),
+            _ if self.is_leaving() => (Vec::new(), "it is being unregistered".into()),
             (_, None) => (Vec::new(), "another host, or no Unix socket to it".into()),
             (Err(reason), _) => (Vec::new(), reason.clone()),
             (Ok(handle), Some(process)) => {
@@ -177,7 +178,7 @@ impl Control {
 
     /// A reader has unmapped a pool of ours.
     pub fn on_unmapped(&mut self, agent: Incarnation, pool: u32) {
-        if let Some(entry) = self.shared.lock().pools.get_mut(&pool) {
+        if let Some(entry) = self.shared.lock().pools.get_mut(pool) {
             entry.exported.holders.remove(&agent);
         }
         self.release_pools();

@@ -34,7 +34,7 @@ impl Shared {
     /// Contexts of this agent's device memory; empty = it has none.
     pub fn contexts(&self) -> Vec<Context> {
         let state = self.lock();
-        let pools = state.pools.values().map(|entry| &entry.pool);
+        let pools = state.pools.all().map(|entry| &entry.pool);
         let mut all: Vec<Context> = pools
             .filter(|pool| pool.is_device())
             .filter_map(|pool| context_of(pool))

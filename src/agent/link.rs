@@ -24,7 +24,7 @@ pub(super) type LinkId = u64;
 /// Frames that wait for the core before the peer is slowed down.
 pub(super) const INBOX: usize = 256;
 
-/// Longest frame before the peer has said who it is.
+/// Longest frame before the peer has said hello.
 const HELLO_LIMIT: usize = 8 << 20;
 
 /// A connected control socket.
@@ -35,14 +35,14 @@ pub(super) enum Socket {
 }
 
 impl Socket {
-    fn fd(&self) -> BorrowedFd<'_> {
+    pub fn fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Tcp(s) => s.as_fd(),
             Self::Unix(s) => s.as_fd(),
         }
     }
 
-    async fn io<R>(
+    pub async fn io<R>(
         &self,
         interest: Interest,
         call: impl FnMut() -> io::Result<R>,
@@ -183,7 +183,14 @@ async fn read_frames(
                 try_recv(socket.fd(), &mut buffer, max_fds)
             })
             .await
-            .map_err(|e| Error::os(Status::KVF_ERR_PEER_LOST, "control connection", &e))?;
+            .map_err(|e| match e.kind() {
+                // Another attempt would end the same way.
+                io::ErrorKind::InvalidData => Error::new(
+                    Status::KVF_ERR_PROTOCOL,
+                    format!("{e}, or this process may not open as many (RLIMIT_NOFILE)"),
+                ),
+                _ => Error::os(Status::KVF_ERR_PEER_LOST, "control connection", &e),
+            })?;
         if n == 0 {
             return Ok(());
         }

@@ -31,12 +31,16 @@ use crate::wire;
 /// Offers slots for a push; returns the offer's bytes too.
 pub(super) fn receive(
     shared: &Arc<Shared>,
+    sender: Option<&Arc<PeerShared>>,
     desc: ReceiveDesc,
     observer: Option<Observer>,
 ) -> Result<(Arc<ImportCell>, Vec<u8>)> {
     shared.check_open()?;
     let id = shared.new_id();
     let gate = shared.gate(desc.stream, Gated::Import(id))?;
+    if let Some(sender) = sender {
+        sender.inward()?;
+    }
     let wants = Wants {
         groups: desc.groups,
         states: desc.states,
@@ -118,6 +122,7 @@ pub(super) fn receive(
             lease: shared.config.timeouts.lease,
             priority: desc.priority,
             offer: Some(id),
+            sender: sender.cloned(),
             gate,
         })));
     }

@@ -12,6 +12,7 @@ use super::metadata::{RankInfo, incarnation};
 use super::remote::LinkState;
 use super::serving::{self, Door};
 use super::shared::{self, Shared};
+use super::ucx;
 use crate::error::{Result, Status};
 use crate::ids::{Incarnation, Key};
 use crate::memory::{LeaseView, Mapping, Pool};
@@ -23,6 +24,11 @@ use crate::transport::tcp::TcpPath;
 use crate::wire::{self, Body};
 use crate::{bail, err};
 
+/// Most descriptors that travel with one message, the lease table's included: both processes have
+/// them open at once, and by default a process may have 1024. Further pools are read through the
+/// kernel.
+pub(super) const MAX_DESCRIPTORS: usize = 512;
+
 impl Control {
     /// Asks an agent for its memory, once a link.
     pub fn ask_memory(&mut self, agent: Incarnation) {
@@ -31,12 +37,43 @@ impl Control {
             && remote.memory_asked != Some(link.id)
         {
             remote.memory_asked = Some(link.id);
-            link.send(Body::MemoryRequest(wire::MemoryRequest {}));
+            let ucx = ucx::is_wanted(&self.shared, link.process.is_some());
+            link.send(Body::MemoryRequest(wire::MemoryRequest { ucx }));
         }
     }
 
+    /// No transfer can succeed any more over the way that there is: asks for the memory again.
+    /// Transfers wait for the new way, as they do for the first one.
+    pub fn renew_path(&mut self, agent: Incarnation) {
+        let Some(remote) = self.remotes.get_mut(&agent) else {
+            return;
+        };
+        let name = &remote.info().name;
+        self.shared.log.info(format_args!(
+            "agent {name}: the transport has failed; asking for a new way"
+        ));
+        remote.route.set(None);
+        if matches!(remote.state, LinkState::Up(_)) {
+            remote.memory_asked = None;
+            self.ask_memory(agent);
+        } // else the next link asks
+    }
+
+    /// A reader asks for our memory.
+    pub fn memory_requested(&mut self, agent: Incarnation, request: wire::MemoryRequest) {
+        if !request.ucx {
+            return self.send_memory(agent, None);
+        }
+        // Loading UCX and registering memory take their time.
+        let shared = self.shared.clone();
+        self.shared.workers.submit(i32::MAX, move || {
+            let ucx = ucx::announce(&shared);
+            shared.send(Command::Announce(agent, Box::new(ucx)));
+        });
+    }
+
     /// Our memory, for a reader.
-    pub fn send_memory(&mut self, agent: Incarnation) {
+    pub fn send_memory(&mut self, agent: Incarnation, ucx: Option<Box<wire::UcxMemory>>) {
         let Some(remote) = self.remotes.get(&agent) else {
             return;
         };
@@ -51,11 +88,12 @@ impl Control {
             fds.push(fd);
         }
         let process = link.process.clone().filter(|_| link.unix);
-        for (id, entry) in &mut self.shared.lock().pools {
-            let fd = entry.pool.fd().filter(|_| !fds.is_empty());
+        self.shared.lock().each_layout_pool(|entry| {
+            let may_map = (1..MAX_DESCRIPTORS).contains(&fds.len());
+            let fd = entry.pool.fd().filter(|_| may_map);
             let fd = fd.and_then(|fd| fd.try_clone_to_owned().ok());
             pools.push(wire::PoolMemory {
-                id: *id,
+                id: entry.pool.id(),
                 bytes: entry.pool.bytes(),
                 address: match entry.pool.is_device() {
                     true => 0,
@@ -65,7 +103,7 @@ impl Control {
                 device: entry.announce(agent, process.as_ref()),
             });
             fds.extend(fd);
-        }
+        });
         let memory = wire::Memory {
             pools,
             nonce: leases.nonce().to_vec(),
@@ -73,6 +111,7 @@ impl Control {
             lease_address: leases.address(),
             descriptors: fds.len() as u32,
             token,
+            ucx,
         };
         link.send_with(Body::Memory(memory), fds);
     }
@@ -156,7 +195,7 @@ impl Control {
 }
 
 /// Whether the configuration (empty = all) and `KVFERRY_TRANSPORTS` (unset = all) allow it.
-fn allowed(configured: &[String], name: &str) -> bool {
+pub(super) fn allowed(configured: &[String], name: &str) -> bool {
     let named = |list: &str| list.split(',').any(|t| t.trim() == name);
     (configured.is_empty() || configured.iter().any(|t| t == name))
         && std::env::var("KVFERRY_TRANSPORTS").map_or(true, |list| list.is_empty() || named(&list))
@@ -182,7 +221,7 @@ fn make_path(
             bail!(KVF_ERR_PEER_LOST, "the agent in this process has ended");
         };
         let state = other.lock();
-        let pools = state.pools.iter().map(|(id, e)| (*id, e.pool.clone()));
+        let pools = state.layout_pools().map(|e| (e.pool.id(), e.pool.clone()));
         let pools: BTreeMap<_, Arc<Pool>> = pools.collect();
         drop(state);
         let devices = pools.values().any(|pool| pool.is_device());
@@ -203,6 +242,10 @@ fn make_path(
             Err(e) => reasons.push(format!("shm: {e}")),
         },
     }
+    match ucx::path(shared, source, memory, nonce, &reasons) {
+        Ok(path) => return Ok(Arc::new(path)),
+        Err(e) => reasons.push(format!("ucx: {}", e.text)),
+    }
     let doors = [
         (
             "unix",
@@ -211,10 +254,14 @@ fn make_path(
         ("tcp", source.address.map(Door::Tcp)),
     ];
     for (name, door) in doors {
-        let Some(door) = door.filter(|_| may(name)) else {
-            reasons.push(format!(
-                "{name}: no such way, or not allowed by the configuration"
-            ));
+        let why_not = match (&door, may(name)) {
+            (_, false) => Some("not allowed by the configuration"),
+            (None, _) if name == "unix" => Some("another host, or no Unix socket to it"),
+            (None, _) => Some("the peer announces no address"),
+            _ => None,
+        };
+        let Some(door) = door.filter(|_| why_not.is_none()) else {
+            reasons.push(format!("{name}: {}", why_not.unwrap_or_default()));
             continue;
         };
         let dial = serving::dialler(shared, source, door, memory.token.clone());
@@ -223,15 +270,14 @@ fn make_path(
             [] => "the first one allowed".to_owned(),
             refused => format!("not {}", refused.join("; not ")),
         };
+        let connections = match shared.config.data_connections {
+            0 => shared.workers.count(),
+            given => given as usize,
+        };
         let spin = shared.config.spin;
-        let path = TcpPath::new(
-            name,
-            reason,
-            pools,
-            spin,
-            shared.devices.clone(),
-            Box::new(dial),
-        );
+        let devices = shared.devices.clone();
+        let dial = Box::new(dial);
+        let path = TcpPath::new(name, reason, pools, connections, spin, devices, dial);
         match path.prove() {
             Ok(()) => return Ok(Arc::new(path)),
             Err(e) => reasons.push(format!("{name}: {e}")),

@@ -22,6 +22,8 @@ use crate::wire;
 
 /// Longest aux data, in bytes.
 pub(super) const MAX_AUX: usize = 64 << 10;
+/// Most slots of one publication: five bytes of a ticket each, which has 8 MiB.
+const MAX_SLOTS: usize = 1 << 20;
 
 pub(super) fn publish(
     shared: &Arc<Shared>,
@@ -35,6 +37,13 @@ pub(super) fn publish(
             KVF_ERR_LIMIT,
             "{} bytes of aux data are over the limit of {MAX_AUX}",
             desc.aux.len()
+        );
+    }
+    let slots: usize = desc.groups.iter().map(|g| g.slots.len()).sum();
+    if slots > MAX_SLOTS {
+        bail!(
+            KVF_ERR_LIMIT,
+            "{slots} slots in one publication are over the limit of {MAX_SLOTS}: publish parts under keys of their own"
         );
     }
     let number = shared.new_id();
@@ -79,7 +88,7 @@ pub(super) fn publish(
             .iter()
             .map(|g| wire::TicketGroup {
                 group: g.group,
-                slots: g.slots.clone(),
+                slots: wire::pack_slots(&g.slots),
                 token_begin: g.token_begin,
                 token_end: g.token_end,
                 first_ordinal: g.first_ordinal,

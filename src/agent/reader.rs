@@ -14,7 +14,8 @@ use super::control::{Command, Control, Timer};
 use super::count::saved_bytes;
 use super::gates::Gated;
 use super::notices::Finished;
-use super::peers::Route;
+use super::peers::{PeerShared, Route};
+use super::remote::naming;
 use super::serving::data_open;
 use super::shared::Shared;
 use super::ticket::{decode_ticket, entry_of, key};
@@ -56,12 +57,14 @@ pub(super) struct NewImport {
     pub priority: i32,
     /// A receive: jobs come with the senders' pushes.
     pub offer: Option<u64>,
+    /// A receive: the engine that will push, if the caller knows it.
+    pub sender: Option<Arc<PeerShared>>,
     /// Nothing is written before it is open.
     pub gate: Option<Gate>,
 }
 
 pub(super) struct Import {
-    new: NewImport,
+    pub(super) new: NewImport,
     machine: reader::Import,
 }
 
@@ -93,6 +96,7 @@ impl Control {
         for job in 0..jobs {
             self.try_start(id, job);
         }
+        self.look_for_senders(id);
     }
 
     /// Starts what only waited for the gate.
@@ -147,6 +151,7 @@ impl Control {
         }
         match route.get() {
             Some(Ok(_)) if self.gates.contains_key(&Gated::Import(id)) => {}
+            Some(Ok(path)) if !path.is_usable() => self.renew_path(new.id.source),
             Some(Ok(_)) => self.import_event(id, Event::Ready(job)),
             Some(Err(e)) => {
                 self.import_event(id, Event::SourceLost(job, End::new(e.status, e.text)));
@@ -253,7 +258,7 @@ impl Control {
         let priority = import.new.priority;
         self.send_to(new.id.source, Body::Claim(claim));
         fault::point("claimed");
-        let workers = self.shared.workers.count() as u64;
+        let workers = self.shared.workers.count().min(path.most_workers()) as u64;
         let share = job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
         job.shared_by(share);
         let run = Arc::new(Run {
@@ -337,6 +342,9 @@ impl Control {
     pub fn sources_lost(&mut self, agent: Incarnation, end: &End) {
         for (id, job) in self.jobs_from(agent) {
             self.import_event(id, Event::SourceLost(job, end.clone()));
+        }
+        for id in self.receives_from(agent) {
+            self.look_for_senders(id);
         }
     }
 
@@ -446,11 +454,21 @@ impl Control {
         let Some(id) = self.offer_import(offer) else {
             return self.answer_ended_offer(agent, offer, ticket, entry);
         };
+        let Some(import) = self.imports.get(&id) else {
+            return Ok(());
+        };
+        if let Some(sender) = &import.new.sender
+            && sender.engine.id().0[..] != ticket.engine[..]
+        {
+            crate::bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "{} is received from engine {:?}; this push is from another one",
+                key(ticket.key),
+                sender.engine.id()
+            );
+        }
+        let known = !import.new.jobs.is_empty();
         self.ask_memory(agent);
-        let known = self
-            .imports
-            .get(&id)
-            .is_some_and(|i| !i.new.jobs.is_empty());
         if !known {
             let senders = self.inward_pairs(agent, ticket.dp_rank)?;
             let own = self.shared.lock().engine()?;
@@ -547,7 +565,12 @@ impl Run {
             return None;
         }
         self.times.copied();
-        Some(finish(&*self.path, &self.job, lock(&self.failed).take()))
+        Some(finish(
+            &*self.path,
+            &self.job,
+            lock(&self.failed).take(),
+            &self.route.name,
+        ))
     }
 }
 
@@ -561,16 +584,16 @@ impl Run {
 }
 
 /// Runs a whole job on the calling thread.
-pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob, times: &Times) -> End {
+pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob, times: &Times, peer: &str) -> End {
     let failed = path.run(job).err();
     times.copied();
-    finish(path, job, failed)
+    finish(path, job, failed, peer)
 }
 
 /// After the last byte: did the lease hold?
-fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>) -> End {
+fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>, peer: &str) -> End {
     if let Some(e) = failed {
-        return End::new(e.status, e.text);
+        return naming(End::new(e.status, e.text), peer);
     }
     if job.moved() < job.bytes() {
         return End::new(
@@ -591,6 +614,6 @@ fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>) -> End {
                 job.bytes()
             ),
         ),
-        Err(e) => End::new(e.status, e.text),
+        Err(e) => naming(End::new(e.status, e.text), peer),
     }
 }

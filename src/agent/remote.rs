@@ -19,6 +19,7 @@ use crate::err;
 use crate::error::{Error, Status};
 use crate::ids::{Incarnation, Key};
 use crate::session::{End, Now};
+use crate::wire::opening::Opened;
 use crate::wire::{self, Body};
 
 /// A remote agent and our connection to it.
@@ -51,9 +52,10 @@ pub(super) enum LinkState {
     Up(Link),
 }
 
-/// An accepted connection whose hello has not come yet.
+/// An accepted connection that is open and whose hello has not come yet.
 pub(super) struct Greeting {
     pub link: Link,
+    pub opened: Opened,
 }
 
 impl Remote {
@@ -83,6 +85,14 @@ impl Remote {
             _ => None,
         }
     }
+}
+
+/// Whoever reads it later must know whom it is about.
+pub(super) fn naming(end: End, agent: &str) -> End {
+    if end.text.contains(agent) {
+        return end;
+    }
+    End::new(end.status, format!("agent {agent}: {}", end.text))
 }
 
 impl Control {
@@ -332,12 +342,7 @@ impl Control {
         let Some(remote) = self.remotes.remove(&agent) else {
             return;
         };
-        // Whoever reads it later must know whom it is about.
-        let name = remote.info().name.as_str();
-        let end = match end.text.contains(name) {
-            true => end,
-            false => End::new(end.status, format!("agent {name}: {}", end.text)),
-        };
+        let end = naming(end, &remote.info().name);
         self.timers.set(Timer::Remote(agent), None);
         if let LinkState::Up(link) | LinkState::Greeting(link, _) = &remote.state {
             self.link_owner.remove(&link.id);
@@ -395,13 +400,20 @@ impl Control {
         match body {
             Body::Welcome(w) => self.welcome(agent, link, &w),
             Body::Refuse(r) => self.refused(agent, link, r),
-            Body::MemoryRequest(_) => self.send_memory(agent),
+            Body::MemoryRequest(m) => self.memory_requested(agent, m),
             Body::Memory(m) => self.memory(agent, link, m, fds),
             Body::Heartbeat(_) => self.answer_heartbeat(agent),
             Body::Hello(_) => {}
             Body::Group(m) => self.on_group(agent, m),
-            Body::DataHello(_) | Body::DataOpen(_) | Body::DataRead(_) | Body::DataClose(_) => {
-                let text = "a data message on a control link";
+            Body::DataHello(_)
+            | Body::DataOpen(_)
+            | Body::DataRead(_)
+            | Body::DataClose(_)
+            | Body::Open(_)
+            | Body::Challenge(_)
+            | Body::Proof(_)
+            | Body::Accepted(_) => {
+                let text = "a message that has no place on a control link";
                 self.remote_lost(agent, End::new(Status::KVF_ERR_PROTOCOL, text));
             }
             Body::Readable(m) => self.on_readable(agent, &m),

@@ -190,6 +190,9 @@ impl Control {
             self.publications.by_key.remove(&id.key);
         }
         self.drop_push(id);
+        if end.status != Status::KVF_OK && entry.machine.claimed() {
+            self.shared.ucx.suspect();
+        }
         self.gates.remove(&Gated::Publication(id));
         {
             let mut state = self.shared.lock();
@@ -424,6 +427,9 @@ impl Control {
             0 => Status::KVF_OK,
             code => metadata::status(code),
         };
+        if status != Status::KVF_OK {
+            self.shared.ucx.suspect();
+        }
         let Some(consumer) = self.consumer(agent) else {
             return;
         };

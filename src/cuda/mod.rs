@@ -5,6 +5,7 @@
 //! * [`CallerStream`], [`Gate`]: waiting for work that the engine has enqueued.
 //! * [`Devices`], [`Lane`]: an agent's own streams and pinned buffers, and copies on them.
 //! * [`Words`]: what engine streams wait for in `kvf_transfer_stream_wait`.
+//! * [`kernel`]: any number of strided copies in one launch.
 //! * [`Mapping`]: a peer's allocation, opened through CUDA IPC.
 //!
 //! Contexts, streams and memory of the engine are never owned, destroyed or made current beyond
@@ -15,6 +16,7 @@ mod devices;
 mod driver;
 mod gate;
 mod ipc;
+pub mod kernel;
 mod lane;
 mod memory;
 mod pinned;

@@ -22,6 +22,21 @@ pub(crate) fn must_be_zero(value: u32, what: &str) -> Result<()> {
     Ok(())
 }
 
+/// A field that is 0 or 1.
+///
+/// # Errors
+/// `KVF_ERR_INVALID_ARGUMENT`.
+pub(crate) fn flag(value: u32, what: &str) -> Result<bool> {
+    match value {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "{what} is {other}, neither 0 nor 1"
+        ),
+    }
+}
+
 /// Bytes that must be there.
 ///
 /// # Errors

@@ -8,7 +8,7 @@ use super::agent::kvf_agent;
 use super::boundary::guard;
 use super::checks::{must_be_zero, read_blob};
 use super::event::kvf_key;
-use super::handle::Object;
+use super::handle::{Object, optional};
 use super::peer::kvf_peer;
 use super::structs::{Out, abi_struct, read, read_array, read_plain, view};
 use super::transfer::kvf_transfer;
@@ -23,7 +23,7 @@ pub const KVF_AS_OF_ANY: u64 = 0xffff_ffff_ffff_ffff;
 
 /// The destination reads (default).
 pub const KVF_DIRECTION_PULL: u32 = 0;
-/// The source sends into slots that the destination opens. Not for transceivers yet.
+/// The source sends into slots that the destination opens.
 pub const KVF_DIRECTION_PUSH: u32 = 1;
 
 /// Blocks of one paged group to fill.
@@ -132,7 +132,7 @@ pub struct kvf_import_desc {
     pub abi_version: u32,
     /// KVF_DIRECTION_PULL or KVF_DIRECTION_PUSH.
     pub direction: u32,
-    /// The engine that the ticket comes from.
+    /// The engine that the ticket comes from. KVF_DIRECTION_PUSH: as in kvf_receive_desc.
     pub peer: *const kvf_peer,
     /// The ticket's bytes. Not kept.
     pub ticket: *const c_void,
@@ -262,8 +262,8 @@ pub unsafe extern "C" fn kvf_pull_begin(
 ///         KVF_ERR_DUPLICATE also for an owned-only slot that is to be written.
 ///
 /// # Safety
-/// @p agent and `desc->peer` must be live, @p desc point to `desc->struct_size` readable bytes and
-/// its pointers to what they say, @p transfer be writable.
+/// @p agent and `desc->peer` (if not NULL) must be live, @p desc point to `desc->struct_size`
+/// readable bytes and its pointers to what they say, @p transfer be writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_import_begin(
     agent: *mut kvf_agent,
@@ -329,7 +329,9 @@ pub unsafe extern "C" fn kvf_import_begin(
                     stream: CallerStream::new(desc.stream),
                     user_data: desc.user_data,
                 };
-                agent.core.receive_begin(receive, None)?
+                // SAFETY: the caller's contract.
+                let sender = unsafe { optional(desc.peer, |p| &p.0, &agent, "desc.peer") }?;
+                agent.core.receive_begin(sender.as_deref(), receive, None)?
             }
             unknown => bail!(
                 KVF_ERR_INVALID_ARGUMENT,

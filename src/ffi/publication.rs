@@ -172,9 +172,9 @@ abi_struct!(head kvf_publication_info {
 /// @return KVF_OK; KVF_ERR_OUT_OF_RANGE for a slot, group or token outside of the layout;
 ///         KVF_ERR_DUPLICATE for a slot or group named twice; KVF_ERR_INVALID_ARGUMENT for fewer
 ///         slots than tokens; KVF_ERR_SLOT_BUSY for a slot that a transfer writes, with its holder
-///         in kvf_last_error(); KVF_ERR_LIMIT when `max_publications` live or `aux` is too long;
-///         KVF_ERR_UNSUPPORTED for a stream that is being captured, or without a
-///         CUDA driver. Nothing was offered then.
+///         in kvf_last_error(); KVF_ERR_LIMIT when `max_publications` live, for more than
+///         1048576 slots, or when `aux` is too long; KVF_ERR_UNSUPPORTED for a stream that is being
+///         captured, or without a CUDA driver. Nothing was offered then.
 ///
 /// # Safety
 /// @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its arrays to as

@@ -7,7 +7,7 @@ use super::agent::kvf_agent;
 use super::boundary::guard;
 use super::checks::read_blob;
 use super::event::kvf_key;
-use super::handle::Object;
+use super::handle::{Object, optional};
 use super::import::{
     kvf_import_group, kvf_import_state, kvf_slot_ref, read_import_groups, read_import_states,
     read_owned_only,
@@ -61,11 +61,14 @@ pub struct kvf_receive_desc {
     pub prefix_tag: u64,
     /// Returned in the transfer's events.
     pub user_data: u64,
+    /// The engine that will push: nobody else may, and the receive fails at once when that engine is
+    /// lost. NULL = any engine; then the deadline alone ends a receive that nobody answers.
+    pub peer: *const kvf_peer,
 }
 abi_struct!(head kvf_receive_desc {
     struct_size, abi_version, priority, key, groups, groups_elem_size, num_groups, states,
     states_elem_size, num_states, owned_only, owned_only_elem_size, num_owned_only, stream,
-    deadline_ns, prefix_tag, user_data,
+    deadline_ns, prefix_tag, user_data, peer,
 });
 
 /// A push into slots that the destination opened.
@@ -122,10 +125,10 @@ abi_struct!(head kvf_push_desc {
 /// @param      agent     The agent.
 /// @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
 /// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return As kvf_import_begin().
+/// @return As kvf_import_begin(); KVF_ERR_INCOMPATIBLE if the layout of `desc->peer` does not fit.
 ///
 /// # Safety
-/// @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
+/// @p agent and `desc->peer` (if not NULL) must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
 /// what they say, @p transfer be writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_receive_begin(
@@ -140,6 +143,8 @@ pub unsafe extern "C" fn kvf_receive_begin(
         let desc = unsafe { read(desc, "desc") }?;
         // SAFETY: the caller's contract.
         let out = unsafe { Out::new(transfer, "transfer") }?;
+        // SAFETY: the caller's contract.
+        let sender = unsafe { optional(desc.peer, |p| &p.0, &agent, "desc.peer") }?;
         // SAFETY: the caller's contract.
         let receive = unsafe {
             ReceiveDesc {
@@ -158,7 +163,7 @@ pub unsafe extern "C" fn kvf_receive_begin(
                 user_data: desc.user_data,
             }
         };
-        let core = agent.core.receive_begin(receive, None)?;
+        let core = agent.core.receive_begin(sender.as_deref(), receive, None)?;
         out.set_handle(kvf_transfer(Object::child(&agent, core)));
         Ok(())
     })

@@ -18,6 +18,8 @@ pub enum Event {
     Stopped(usize, End),
     /// The source ended the publication, or the link to it is lost.
     SourceLost(usize, End),
+    /// Nobody is left who could send to a receive.
+    NoSender(End),
     /// Something on our side failed; copies that run stop.
     Failed(End),
     /// The caller cancels.
@@ -129,6 +131,11 @@ impl Import {
             Event::SourceLost(job, end) => {
                 // A job whose bytes are attested needs its source no more.
                 if matches!(self.jobs.get(job), Some(Job::Waiting | Job::Running)) {
+                    self.fail(end, &mut actions);
+                }
+            }
+            Event::NoSender(end) => {
+                if self.jobs.is_empty() {
                     self.fail(end, &mut actions);
                 }
             }

@@ -264,7 +264,8 @@ impl<P: Port> Shared<P> {
         }
         let notify = self.notify(side, key, serial);
         let op = if push {
-            self.port.receive(offer_of(key, request.import), notify)
+            self.port
+                .receive(peer, offer_of(key, request.import), notify)
         } else {
             self.port.import(peer, request.import, notify)
         };

@@ -9,6 +9,7 @@ pub mod inproc;
 pub mod shm;
 mod span;
 pub mod tcp;
+pub mod ucx;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -256,6 +257,11 @@ pub trait DataPath: Send + Sync {
     /// As for [`Self::run`].
     fn attest(&self, job: &ReadJob) -> Result<bool>;
 
+    /// Workers that may be in [`Self::run`] of one job at once.
+    fn most_workers(&self) -> usize {
+        usize::MAX
+    }
+
     /// Lets go of a pool of the source that is mapped here, when the last copy from it has ended.
     /// False: it is not mapped.
     fn unmap(&self, pool: u32) -> bool {
@@ -265,4 +271,10 @@ pub trait DataPath: Send + Sync {
 
     /// Jobs up to this many bytes may be run by the thread that begins them.
     fn inline_bytes(&self) -> u64;
+
+    /// False: no transfer can succeed through it any more; the agent asks the peer for its memory
+    /// again and makes a new path.
+    fn is_usable(&self) -> bool {
+        true
+    }
 }
