@@ -13,13 +13,26 @@
 #include <string>
 #include <vector>
 
+#include "../support/device.hpp"
+
 namespace process_test {
 
 using namespace std::chrono_literals;
 
-enum class MemoryKind { pool, own };
+// `pool` is device memory when the suite runs on a device (KVF_TEST_MEMORY).
+enum class MemoryKind { pool, own, device };
+
+inline bool is_device(MemoryKind kind) {
+  return kind == MemoryKind::device || (kind == MemoryKind::pool && kvferry_test::on_device());
+}
+
+inline const char* word(MemoryKind kind) {
+  if (kind == MemoryKind::device) return "device";
+  return kind == MemoryKind::own ? "own" : "pool";
+}
 
 inline MemoryKind memory_kind(const std::string& name) {
+  if (name == "device") return MemoryKind::device;
   return name == "own" ? MemoryKind::own : MemoryKind::pool;
 }
 
@@ -66,7 +79,11 @@ class Cache {
  public:
   Cache(const kvferry::AgentConfig& config, const Shape& shape) : shape_(shape), agent(config) {
     const std::uint64_t bytes = 2 * shape.view_bytes();
-    if (shape.memory == MemoryKind::pool) {
+    if (is_device(shape.memory)) {
+      mirror_ = std::make_unique<kvferry_test::Mirror>(bytes);
+      base_ = mirror_->host();
+      pool_ = agent.register_device_memory(mirror_->device(), bytes);
+    } else if (shape.memory == MemoryKind::pool) {
       pool_ = agent.host_pool(bytes);
       base_ = reinterpret_cast<unsigned char*>(pool_.data());
     } else {
@@ -96,10 +113,9 @@ class Cache {
   }
   Cache(const Cache&) = delete;
   ~Cache() {
-    if (mapped_ != 0) {
-      (void)!agent.destroy(10s);
-      munmap(base_, mapped_);
-    }
+    if (mapped_ == 0 && !mirror_) return;
+    (void)!agent.destroy(10s);
+    if (mapped_ != 0) munmap(base_, mapped_);
   }
 
   const unsigned char* block(std::uint32_t view, std::uint32_t slot) const {
@@ -112,9 +128,11 @@ class Cache {
         for (std::uint64_t i = 0; i < shape_.block_bytes; ++i) at[i] = expected(seed, v, s, i);
       }
     }
+    if (mirror_) mirror_->up();
   }
   // The first difference between our `slot` and the other side's `source_slot`, or "".
   std::string differs(std::uint32_t slot, std::uint32_t seed, std::uint32_t source_slot) const {
+    fetch(slot);
     for (std::uint32_t v = 0; v < 2; ++v) {
       for (std::uint64_t i = 0; i < shape_.block_bytes; ++i) {
         if (block(v, slot)[i] != expected(seed, v, source_slot, i)) {
@@ -127,6 +145,7 @@ class Cache {
   }
   // Whether a slot still has the zeros it was made with.
   bool untouched(std::uint32_t slot) const {
+    fetch(slot);
     for (std::uint32_t v = 0; v < 2; ++v) {
       for (std::uint64_t i = 0; i < shape_.block_bytes; ++i) {
         if (block(v, slot)[i] != 0) return false;
@@ -136,7 +155,14 @@ class Cache {
   }
 
  private:
+  void fetch(std::uint32_t slot) const {
+    for (std::uint32_t v = 0; mirror_ && v < 2; ++v) {
+      mirror_->down(v * shape_.view_bytes() + slot * shape_.block_bytes, shape_.block_bytes);
+    }
+  }
+
   Shape shape_;
+  std::unique_ptr<kvferry_test::Mirror> mirror_;
   unsigned char* base_ = nullptr;
   std::uint64_t mapped_ = 0;
 

@@ -275,7 +275,9 @@ fn make_path(
             given => given as usize,
         };
         let spin = shared.config.spin;
-        let path = TcpPath::new(name, reason, pools, connections, spin, Box::new(dial));
+        let devices = shared.devices.clone();
+        let dial = Box::new(dial);
+        let path = TcpPath::new(name, reason, pools, connections, spin, devices, dial);
         match path.prove() {
             Ok(()) => return Ok(Arc::new(path)),
             Err(e) => reasons.push(format!("{name}: {e}")),
