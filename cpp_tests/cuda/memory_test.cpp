@@ -192,6 +192,16 @@ TEST(DeviceMemory, APoolIsNotFreeWhileAStoppedReaderHasItMapped) {
   EXPECT_EQ(here.unregister(10s), KVF_OK);
 }
 
+TEST(DeviceMemory, AReaderThatLeavesHasUnmappedEverything) {
+  process_test::Shape shape{4096, 32, 1, ProcessKind::device};
+  process_test::Cache here(process_test::quick("source"), shape);
+  Child reader({AGENT_PROGRAM, "reader", "4096", "32", "1", "device"});
+  EXPECT_EQ(reader.line(), "ready");
+  EXPECT_EQ(reader.ask("peer " + process_test::to_hex(here.engine.metadata())), "KVF_OK");
+  EXPECT_EQ(reader.ask("destroy 5000"), "KVF_OK");
+  EXPECT_EQ(here.unregister(5s), KVF_OK) << "its process still lives";
+}
+
 TEST(DeviceMemory, ADeadPeersMemoryIsUnmapped) {
   Two two(ProcessKind::device, ProcessKind::device, 1 << 20);
   EXPECT_EQ(books().ipc_mappings, 1u);
