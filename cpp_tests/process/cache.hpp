@@ -11,6 +11,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../support/device.hpp"
@@ -129,6 +130,16 @@ class Cache {
       }
     }
     if (mirror_) mirror_->up();
+  }
+  // Takes the pool back: KVF_OK when its memory may be freed.
+  kvf_status unregister(std::chrono::nanoseconds deadline) {
+    pool_.unregister_begin(deadline);
+    kvf_pool_info info = KVF_POOL_INFO_INIT;
+    do {
+      std::this_thread::sleep_for(100us);
+      kvferry::check(kvf_pool_query(pool_.c(), &info));
+    } while (info.status == KVF_IN_PROGRESS);
+    return static_cast<kvf_status>(info.status);
   }
   // The first difference between our `slot` and the other side's `source_slot`, or "".
   std::string differs(std::uint32_t slot, std::uint32_t seed, std::uint32_t source_slot) const {

@@ -398,6 +398,11 @@ impl DataPath for DevicePath {
         Ok(job.attested_early() || self.attest_host(job)?)
     }
 
+    fn mapped(&self) -> usize {
+        let mapped = self.mapped.read();
+        mapped.unwrap_or_else(PoisonError::into_inner).len()
+    }
+
     fn unmap(&self, pool: u32) -> bool {
         let mut mapped = self.mapped.write().unwrap_or_else(PoisonError::into_inner);
         let gone = mapped.remove(&pool);

@@ -12,6 +12,7 @@ use crate::bail;
 use crate::cuda::{Context, Copy, Devices, Lane, Waited};
 use crate::error::Result;
 use crate::memory::Pool;
+use crate::observe::fault;
 use crate::plan::Pattern;
 
 /// A lane's buffer that is being filled.
@@ -129,6 +130,9 @@ impl<'a> Raising<'a> {
             // SAFETY: the buffer is the lane's; the source was checked and is kept by the caller.
             let enqueued = unsafe { stage.lane.copy(&stage.copies) };
             let marked = stage.lane.mark();
+            if fault::deviates("cuda_no_send_wait") {
+                continue;
+            }
             if stage.lane.wait(until)? == Waited::Late {
                 bail!(
                     KVF_ERR_TRANSFER,
