@@ -46,9 +46,11 @@ class Timer:
 class Rank:
     """An agent_program on a host."""
 
-    def __init__(self, host, name, block=65536, slots=64, listen=None, key=KEY, memory="pool"):
+    def __init__(self, host, name, block=65536, slots=64, listen=None, advertise="", key=KEY,
+                 memory="pool"):
         env = {
             "KVF_TEST_LISTEN": listen or f"{host.address}:0",
+            "KVF_TEST_ADVERTISE": advertise,
             "KVFERRY_TRANSPORTS": OPTIONS.transport,
             "KVFERRY_AUTH_KEY_FILE": "",
         }
@@ -525,23 +527,29 @@ def keys():
 
 
 def flood():
-    """A stranger opens connections and says nothing: peers come through."""
+    """A stranger opens connections and says nothing, without end: a peer far away comes through."""
     with Network(3) as net:
-        source = Rank(net[1], "source", listen=f"{net[1].address}:7100")
+        addresses = net.delay(net[1], net[2], 0.05)
+        source = Rank(net[1], "source", listen="0.0.0.0:7100", advertise=addresses[0] + ":0")
         source.fill(7)
         script = (
-            "import socket\n"
-            "kept = []\n"
-            f"for _ in range(600): kept.append(socket.create_connection(('{net[1].address}', 7100)))\n"
-            "print('ready', flush=True)\nimport time\ntime.sleep(600)\n"
+            "import collections, socket\n"
+            "kept = collections.deque(maxlen=400)\n"
+            "n = 0\n"
+            "while True:\n"
+            f"    kept.append(socket.create_connection(('{net[1].address}', 7100)))\n"
+            "    n += 1\n"
+            "    if n == 600: print('ready', flush=True)\n"
         )
         flooder = net[3].start(sys.executable, "-c", script)
         expect(flooder.line() == "ready")
         source.refused("too_many", 600 - 256)
-        expect(source.program.sockets() < 300, source.program.sockets())
-        sink = Rank(net[2], "sink")
+        sockets = source.program.sockets()
+        expect(sockets < 400, "descriptors:", sockets)
+        sink = Rank(net[2], "sink", listen=addresses[1] + ":0")
         sink.peer(source)
         moves(source, sink, 1)
+        expect(flooder.process.poll() is None, "the flood has ended")
 
 
 SCENARIOS = (reshard, ipv6, rate, loss, delay, one_way, partition, short_partition, reset, half_open,

@@ -304,15 +304,14 @@ fn dial(
 ) -> Result<Stream> {
     let timeout = times.connect;
     let system = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "connect", &e);
-    let fd: OwnedFd = match door {
+    let stream = match door {
         Door::Tcp(address) => {
             let stream = TcpStream::connect_timeout(address, timeout).map_err(system)?;
             stream.set_nodelay(true).map_err(system)?;
-            stream.into()
+            Stream::new(stream.into()).map_err(system)?
         }
-        Door::Unix(name) => super::link::connect_unix_std(name).map_err(system)?.into(),
+        Door::Unix(name) => Stream::connect_unix(name, Some(timeout)).map_err(system)?,
     };
-    let stream = Stream::new(fd).map_err(system)?;
     stream.watch_peer(times.heartbeat, times.peer_silence);
     call_blocking(own, expected, &stream, timeout)?;
     let mut bytes = Vec::new();
