@@ -654,7 +654,36 @@ def push():
             expect(ended in ("KVF_ERR_PEER_LOST safe", "KVF_ERR_EXPIRED safe"), ended)
 
 
-SCENARIOS = (reshard, one_of_four, push, ipv6, rate, loss, delay, one_way, partition, short_partition, reset, half_open,
+def others():
+    """A source that is stopped in mid-copy, and more transfers from it than there are copying threads,
+    hinder no transfer from another source."""
+    with Network(3) as net:
+        net.rate(net[3], "200mbit")
+        slow, other = Stage(net[1], "slow", 1, 0), Stage(net[2], "other", 1, 0)
+        sink = Stage(net[3], "sink", 1, 0)
+        for name, source in (("slow", slow), ("other", other)):
+            source.ask("fill 7", "ok")
+            sink.ask(f"peer {name} {source.ask('meta')}", "KVF_OK")
+        first, second = ",".join(map(str, range(8))), ",".join(map(str, range(8, 16)))
+        stalled = []
+        for key, slots in ((1, first), (2, second)):
+            ticket = slow.ask(f"publish {key} 32 {slots} -1 0 0")
+            stalled.append(sink.ask(f"import slow {ticket} {slots} 0 -1 0"))
+        time.sleep(0.1)
+        slow.program.signal(signal.SIGSTOP)
+        for key in (3, 4):
+            ticket = other.ask(f"publish {key} 4 20 -1 0 0")
+            number = sink.ask(f"import other {ticket} 20 0 -1 0")
+            sink.ask(f"wait {number} 2000", "KVF_OK safe")
+            sink.ask("compare 7 20 20", "same")
+        for number in stalled:
+            sink.ask(f"wait {number} 0", "KVF_TIMED_OUT unsafe")
+        for number in stalled:
+            sink.ask(f"wait {number} 15000", "KVF_ERR_PEER_LOST safe")
+        slow.program.signal(signal.SIGCONT)
+
+
+SCENARIOS = (reshard, one_of_four, others, push, ipv6, rate, loss, delay, one_way, partition, short_partition, reset, half_open,
              reader_gone, stopped, shortly_stopped, killed, stranger, restart, keys, flood)
 
 

@@ -18,7 +18,7 @@ use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
 use crate::memory::Pool;
 use crate::plan::{Plan, Policy};
-use crate::runtime::{Thread, spawn};
+use crate::runtime::{Thread, spawn, stalled};
 use crate::transport::tcp::{Opened, Serving, Source, Stream, serve};
 use crate::wire::{self, Body, DataHello, DataOpen, DataPart, Decoder, Frame};
 use crate::{bail, err};
@@ -306,11 +306,14 @@ fn dial(
     let system = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "connect", &e);
     let stream = match door {
         Door::Tcp(address) => {
-            let stream = TcpStream::connect_timeout(address, timeout).map_err(system)?;
+            let stream =
+                stalled(|| TcpStream::connect_timeout(address, timeout)).map_err(system)?;
             stream.set_nodelay(true).map_err(system)?;
             Stream::new(stream.into()).map_err(system)?
         }
-        Door::Unix(name) => Stream::connect_unix(name, Some(timeout)).map_err(system)?,
+        Door::Unix(name) => {
+            stalled(|| Stream::connect_unix(name, Some(timeout))).map_err(system)?
+        }
     };
     stream.watch_peer(times.heartbeat, times.peer_silence);
     call_blocking(own, expected, &stream, timeout)?;

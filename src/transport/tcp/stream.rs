@@ -5,6 +5,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result, Status};
+use crate::runtime::stalled;
+
+/// After a wait of this long the other side is taken for stalled, and other work goes on in another
+/// thread.
+const SHORT: Duration = Duration::from_millis(20);
 
 /// Most ranges in one call (UIO_MAXIOV).
 const MAX_RANGES: usize = 1024;
@@ -331,17 +336,14 @@ impl Stream {
         let events = if send { libc::POLLOUT } else { libc::POLLIN };
         let begin = Instant::now();
         loop {
-            let spinning = begin.elapsed() < patience.spin;
-            let timeout = match (spinning, patience.stall) {
-                (true, _) => 0,
-                (false, Some(stall)) => {
-                    let left = stall.saturating_sub(begin.elapsed());
-                    if left.is_zero() {
-                        return Err(io::ErrorKind::TimedOut.into());
-                    }
-                    i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
-                }
-                (false, None) => -1,
+            let waited = begin.elapsed();
+            let left = patience.stall.map(|stall| stall.saturating_sub(waited));
+            let timeout = match left {
+                _ if waited < patience.spin => 0,
+                Some(left) if left.is_zero() => return Err(io::ErrorKind::TimedOut.into()),
+                _ if waited < patience.spin + SHORT => SHORT.as_millis() as i32,
+                Some(left) => i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX),
+                None => -1,
             };
             let mut polled = [
                 libc::pollfd {
@@ -356,7 +358,11 @@ impl Stream {
                 },
             ];
             // SAFETY: two pollfds that live here; a negative descriptor is ignored.
-            let n = unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) };
+            let mut poll = || unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) };
+            let n = match waited < patience.spin + SHORT {
+                true => poll(),
+                false => stalled(poll),
+            };
             if n < 0 && io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
                 return Err(io::Error::last_os_error());
             }
