@@ -749,8 +749,9 @@ class Agent {
     return Transfer(make<Transfer::Owner>(kvf_pull_begin, agent_, &desc));
   }
 
-  // kvf_receive_begin(). Transfer::offer() has the bytes for the sender.
-  Transfer receive_begin(const Receive& what) {
+  // kvf_receive_begin(). Transfer::offer() has the bytes for the sender; with a `sender` only that
+  // engine may push, and the receive fails when it is lost.
+  Transfer receive_begin(const Receive& what, const Peer* sender = nullptr) {
     kvf_receive_desc desc = KVF_RECEIVE_DESC_INIT;
     desc.key = what.key;
     desc.groups = what.groups.data();
@@ -764,6 +765,7 @@ class Agent {
     desc.priority = what.priority;
     desc.prefix_tag = what.prefix_tag;
     desc.user_data = what.user_data;
+    if (sender != nullptr) desc.peer = sender->c();
     return Transfer(make<Transfer::Owner>(kvf_receive_begin, agent_, &desc));
   }
   // kvf_push_begin().

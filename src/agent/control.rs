@@ -10,6 +10,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{mpsc, oneshot};
 
 use super::api::{Event, EventKind};
+use super::gates::{Gated, Gates};
 use super::group::Groups;
 use super::handshake::Answered;
 use super::link::{INBOX, Incoming, LinkId, Socket};
@@ -44,7 +45,15 @@ pub(super) enum Command {
     RemovePeer(u64),
     /// A worker has made, or failed to make, the data path to a remote agent over a link.
     Path(Incarnation, LinkId, Result<Arc<dyn DataPath>, Error>),
+    /// A worker has prepared UCX for a reader that asks for our memory.
+    Announce(Incarnation, Box<crate::wire::UcxMemory>),
     UnregisterPool(u32, Now, u64),
+    /// What a caller's stream held is done.
+    GateOpen(Gated),
+    /// A device could not be stopped: the memory of (import, job) is never safe again.
+    Stuck(u64, usize, End),
+    /// Nothing here maps the agent's pool any more.
+    Unmapped(Incarnation, u32),
     /// Pools or the agent may have become idle.
     Idle,
     Group(super::group::Order),
@@ -67,6 +76,7 @@ pub(super) enum Timer {
     Offer(u64),
     /// A channel's alarm.
     Group(u64),
+    Gates,
     Drain,
 }
 
@@ -88,7 +98,7 @@ impl std::hash::Hash for Timer {
             }
             Self::Remote(id) => id.hash(state),
             Self::Pool(id) => id.hash(state),
-            Self::Drain => {}
+            Self::Gates | Self::Drain => {}
         }
     }
 }
@@ -147,6 +157,7 @@ pub(super) struct Control {
     pub notices: Notices,
     pub offers: Offers,
     pub groups: Groups,
+    pub gates: Gates,
     pub drains: Vec<(Now, oneshot::Sender<bool>)>,
     pub stopping: Option<oneshot::Sender<()>>,
 }
@@ -185,6 +196,7 @@ impl Control {
             notices: Notices::default(),
             offers: Offers::default(),
             groups: Groups::default(),
+            gates: Gates::default(),
             drains: Vec::new(),
             stopping: None,
         };
@@ -250,6 +262,7 @@ impl Control {
                 Timer::Pool(pool) => self.pool_late(pool),
                 Timer::Offer(id) => self.offer_over(id),
                 Timer::Group(channel) => self.group_alarm_due(channel),
+                Timer::Gates => self.check_gates(),
                 Timer::Drain => self.check_drains(),
             }
         }
@@ -270,11 +283,17 @@ impl Control {
             Command::Stopped(id, job, end) => {
                 self.import_event(id, crate::session::reader::Event::Stopped(job, end));
             }
+            Command::Stuck(id, job, end) => {
+                self.import_event(id, crate::session::reader::Event::SourceLost(job, end));
+            }
+            Command::GateOpen(what) => self.gate_open(what),
+            Command::Unmapped(agent, pool) => self.unmapped(agent, pool),
             Command::Tell(finished) => finished.into_iter().for_each(|f| self.tell_finished(f)),
             Command::Hold(peer, held) => self.hold(&peer, &held),
             Command::AddPeer(peer) => self.add_peer(peer),
             Command::RemovePeer(id) => self.remove_peer(id),
             Command::Path(agent, link, result) => self.path_made(agent, link, result),
+            Command::Announce(agent, ucx) => self.send_memory(agent, Some(ucx)),
             Command::UnregisterPool(pool, deadline, user_data) => {
                 self.unregister_pool(pool, deadline, user_data);
             }
@@ -302,45 +321,46 @@ impl Control {
     }
 
     fn unregister_pool(&mut self, pool: u32, deadline: Now, user_data: u64) {
-        if let Some(entry) = self.shared.lock().pools.get_mut(&pool) {
-            entry.leaving = Some(user_data);
-        }
+        self.shared.lock().pools.leave(pool, user_data, false);
         self.timers.set(Timer::Pool(pool), Some(deadline));
         self.release_pools();
     }
 
     /// Says "may be freed now" for pools that are leaving and have no users.
-    fn release_pools(&mut self) {
+    pub fn release_pools(&mut self) {
+        let (mut forgotten, mut asked) = (Vec::new(), Vec::new());
         let mut state = self.shared.lock();
-        for (id, entry) in &mut state.pools {
-            if let Some(user_data) = entry.leaving
-                && entry.users == 0
-                && !entry.released
-            {
-                // Readers of this process may be in the middle of a piece; then we hear of it.
-                let shared = self.shared.clone();
-                if !entry.pool.close(move || shared.send(Command::Idle)) {
-                    continue;
-                }
-                entry.released = true;
-                self.timers.set(Timer::Pool(*id), None);
-                self.shared
-                    .events
-                    .push(pool_event(*id, user_data, Status::KVF_OK));
+        for (id, pool, user_data) in state.pools.leaving_unused() {
+            if let Some(holders) = state.pools.ask_holders(id) {
+                asked.extend(holders.into_iter().map(|agent| (agent, id)));
+                continue;
             }
+            // Readers of this process may be in the middle of a piece; then we hear of it.
+            let shared = self.shared.clone();
+            if !pool.close(move || shared.send(Command::Idle)) {
+                continue;
+            }
+            let shared = self.shared.clone();
+            let idle = move || shared.send(Command::Idle);
+            if !self.shared.ucx.release(id, idle) {
+                continue;
+            }
+            forgotten.extend(state.pools.release(id));
+            self.timers.set(Timer::Pool(id), None);
+            self.shared
+                .events
+                .push(pool_event(id, user_data, Status::KVF_OK));
         }
+        drop(state);
+        drop(forgotten); // unmapping is not for the lock
+        self.ask_to_unmap(asked);
     }
 
     fn pool_late(&mut self, pool: u32) {
         self.release_pools();
         let mut state = self.shared.lock();
-        if let Some(entry) = state.pools.get_mut(&pool)
-            && let Some(user_data) = entry.leaving
-            && !entry.released
-        {
-            // The pool stays registered; the caller may ask again.
-            entry.leaving = None;
-            entry.pool.reopen();
+        // The pool stays registered; the caller may ask again.
+        if let Some(user_data) = state.pools.stay(pool) {
             self.shared
                 .events
                 .push(pool_event(pool, user_data, Status::KVF_ERR_DEADLINE));

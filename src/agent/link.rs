@@ -193,7 +193,14 @@ async fn read_frames(
                 try_recv(socket.fd(), &mut buffer, max_fds)
             })
             .await
-            .map_err(|e| Error::os(Status::KVF_ERR_PEER_LOST, "control connection", &e))?;
+            .map_err(|e| match e.kind() {
+                // Another attempt would end the same way.
+                io::ErrorKind::InvalidData => Error::new(
+                    Status::KVF_ERR_PROTOCOL,
+                    format!("{e}, or this process may not open as many (RLIMIT_NOFILE)"),
+                ),
+                _ => Error::os(Status::KVF_ERR_PEER_LOST, "control connection", &e),
+            })?;
         if n == 0 {
             return Ok(());
         }

@@ -5,6 +5,7 @@
 //! (4), bytes of the invariants (4), digest of the invariants (16). Then the invariants, then the
 //! body, both protobuf messages.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
 use prost::Message;
@@ -265,7 +266,8 @@ fn rank_info(m: &wire::AgentMetadata) -> Result<RankInfo> {
         bail!(KVF_ERR_INVALID_ARGUMENT, "agent {} has no layout", m.name);
     };
     let layout = layout(message)?;
-    let bytes = |id: u32| m.pools.iter().find(|p| p.id == id).map(|p| p.bytes);
+    let pools: BTreeMap<u32, u64> = m.pools.iter().map(|p| (p.id, p.bytes)).collect();
+    let bytes = |id: u32| pools.get(&id).copied();
     // A peer's claims about its memory are checked like our own; its pools' real lengths are
     // checked again when they are mapped.
     crate::layout::validate(&layout, &bytes)

@@ -2,12 +2,13 @@
 //! ticket. A bad argument fails here and changes nothing.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::time::Duration;
 
 use super::api::{EventKind, PublishDesc};
 use super::cells::{Cell, Observer};
 use super::control::Command;
+use super::gates::Gated;
 use super::shared::{Shared, State};
 use super::slots::GroupSlots;
 use super::source::{NewPublication, PublicationCell};
@@ -21,6 +22,8 @@ use crate::wire;
 
 /// Longest aux data, in bytes.
 pub(super) const MAX_AUX: usize = 64 << 10;
+/// Most slots of one publication: five bytes of a ticket each, which has 8 MiB.
+const MAX_SLOTS: usize = 1 << 20;
 
 pub(super) fn publish(
     shared: &Arc<Shared>,
@@ -36,6 +39,20 @@ pub(super) fn publish(
             desc.aux.len()
         );
     }
+    let slots: usize = desc.groups.iter().map(|g| g.slots.len()).sum();
+    if slots > MAX_SLOTS {
+        bail!(
+            KVF_ERR_LIMIT,
+            "{slots} slots in one publication are over the limit of {MAX_SLOTS}: publish parts under keys of their own"
+        );
+    }
+    let number = shared.new_id();
+    let id = PublicationId {
+        source: shared.incarnation,
+        key: desc.key,
+        epoch: Epoch(number),
+    };
+    let gate = shared.gate(desc.stream, Gated::Publication(id))?;
     let mut state = shared.lock();
     let own = state.engine()?;
     let layout = &own.info.ranks[own.index].layout;
@@ -60,12 +77,6 @@ pub(super) fn publish(
     };
     let times = &shared.config.timeouts;
     let lease_time = or(desc.lease, times.lease);
-    let number = shared.new_id();
-    let id = PublicationId {
-        source: shared.incarnation,
-        key: desc.key,
-        epoch: Epoch(number),
-    };
     let entry = wire::TicketEntry {
         rank: layout.coordinates.global_rank,
         incarnation: shared.incarnation.0.to_vec(),
@@ -77,7 +88,7 @@ pub(super) fn publish(
             .iter()
             .map(|g| wire::TicketGroup {
                 group: g.group,
-                slots: g.slots.clone(),
+                slots: wire::pack_slots(&g.slots),
                 token_begin: g.token_begin,
                 token_end: g.token_end,
                 first_ordinal: g.first_ordinal,
@@ -92,6 +103,7 @@ pub(super) fn publish(
                 as_of_token: s.as_of_token,
             })
             .collect(),
+        gated: gate.is_some(),
     };
     let ticket = encode_ticket(&wire::Ticket {
         key: Some(desc.key.into()),
@@ -124,6 +136,7 @@ pub(super) fn publish(
         readers_expected: AtomicU32::new(0),
         bytes: AtomicU64::new(0),
         times: Times::begin(),
+        readable: AtomicBool::new(gate.is_none()),
     });
     shared.metrics.lease_granted();
     let weak = Arc::downgrade(&cell);
@@ -138,6 +151,7 @@ pub(super) fn publish(
         claim: or(desc.claim, times.claim),
         lease_time,
         push,
+        gate,
     })));
     Ok(cell)
 }

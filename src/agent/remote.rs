@@ -39,6 +39,8 @@ pub(super) struct Remote {
     pub dialled: bool,
     /// The link over which memory was asked for.
     pub memory_asked: Option<LinkId>,
+    /// Pools that the agent wants to free and that may just be being mapped.
+    pub unmap: Vec<u32>,
 }
 
 pub(super) enum LinkState {
@@ -111,6 +113,7 @@ impl Control {
                 last_heard: now,
                 dialled: false,
                 memory_asked: None,
+                unmap: Vec::new(),
             })
     }
 
@@ -373,6 +376,8 @@ impl Control {
         if !self.remotes.values().any(|r| r.engine.id() == engine) {
             self.outward.remove(&engine);
         }
+        // Its process may have been the last one that had a pool mapped.
+        self.release_pools();
     }
 
     /// Sends to an agent if its link is up; what must not be lost is repeated by its owner.
@@ -395,7 +400,7 @@ impl Control {
         match body {
             Body::Welcome(w) => self.welcome(agent, link, &w),
             Body::Refuse(r) => self.refused(agent, link, r),
-            Body::MemoryRequest(_) => self.send_memory(agent),
+            Body::MemoryRequest(m) => self.memory_requested(agent, m),
             Body::Memory(m) => self.memory(agent, link, m, fds),
             Body::Heartbeat(_) => self.answer_heartbeat(agent),
             Body::Hello(_) => {}
@@ -411,6 +416,9 @@ impl Control {
                 let text = "a message that has no place on a control link";
                 self.remote_lost(agent, End::new(Status::KVF_ERR_PROTOCOL, text));
             }
+            Body::Readable(m) => self.on_readable(agent, &m),
+            Body::Unmap(m) => self.on_unmap(agent, m.pool),
+            Body::Unmapped(m) => self.on_unmapped(agent, m.pool),
             Body::Claim(m) => self.on_claim(agent, &m),
             Body::Published(m) => self.on_published(agent, &m),
             Body::Renew(m) => self.on_renew(agent, &m),

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use super::api::{ImportGroup, ImportState, Timeouts};
@@ -17,10 +18,12 @@ use super::ticket::key;
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
 use crate::memory::Pool;
-use crate::plan::{Plan, Policy};
+use crate::plan::{Pair, Plan, Policy};
 use crate::runtime::{Thread, spawn, stalled};
 use crate::transport::tcp::{Opened, Serving, Source, Stream, serve};
-use crate::wire::{self, Body, DataHello, DataOpen, DataPart, Decoder, Frame};
+use crate::wire::{
+    self, Body, DataHello, DataOpen, DataPart, Decoder, Frame, pack_slots, unpack_slots,
+};
 use crate::{bail, err};
 
 /// Data connections that one agent serves at most.
@@ -33,6 +36,28 @@ pub(super) struct Reader {
     engine: Arc<EngineInfo>,
     /// Its place in `engine.ranks`.
     index: usize,
+    /// What we move to it; planned when it first asks.
+    pair: Arc<OnceLock<Arc<Pair>>>,
+}
+
+impl Reader {
+    /// # Errors
+    /// The layouts do not fit, or we hold nothing that the reader needs.
+    fn pair(&self, shared: &Shared) -> Result<Arc<Pair>> {
+        if let Some(pair) = self.pair.get() {
+            return Ok(pair.clone());
+        }
+        let own = shared.lock().engine()?;
+        let plan = Plan::new(&own.info.layouts(), &self.engine.layouts(), Policy::Spread)?;
+        let mut out = plan.out_of_source(own.index);
+        match out.find(|pair| pair.dst == self.index) {
+            Some(pair) => Ok(self.pair.get_or_init(|| pair.clone()).clone()),
+            None => bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "this rank moves nothing to the reader"
+            ),
+        }
+    }
 }
 
 /// Tokens given out and connections served.
@@ -65,6 +90,7 @@ impl DataConnections {
                 agent,
                 engine,
                 index,
+                pair: Arc::default(),
             },
         );
         token.to_vec()
@@ -182,11 +208,9 @@ struct Publications {
 
 impl Source for Publications {
     fn open(&self, open: &DataOpen) -> Result<Opened> {
-        let (cell, own) = {
-            let state = self.shared.lock();
-            let cell = state.published.get(&open.epoch).and_then(|c| c.upgrade());
-            (cell, state.engine()?)
-        };
+        let state = self.shared.lock();
+        let cell = state.published.get(&open.epoch).and_then(|c| c.upgrade());
+        drop(state);
         let Some(cell) = cell.filter(|c| c.id.key == key(open.key)) else {
             bail!(
                 KVF_ERR_EXPIRED,
@@ -195,54 +219,45 @@ impl Source for Publications {
                 open.epoch
             );
         };
-        let engine = &self.reader.engine;
-        let plan = Plan::new(&own.info.layouts(), &engine.layouts(), Policy::Spread)?;
-        let pair = plan
-            .out_of_source(own.index)
-            .find(|pair| pair.dst == self.reader.index)
-            .cloned();
-        let Some(pair) = pair else {
-            bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "this rank moves nothing to the reader"
-            );
-        };
-        let bindings = bind(&pair, &wants(open), &cell.entry)?;
+        let pair = self.reader.pair(&self.shared)?;
+        let bindings = bind(&pair, &wants(open)?, &cell.entry)?;
         let (leases, lease) = (self.shared.leases.clone(), cell.lease);
         Ok(Opened {
             bindings: bindings.into_iter().map(|(_, binding)| binding).collect(),
-            holds: Box::new(move || leases.holds(lease)),
+            // A reader that did not wait for the source's stream is refused like a late one.
+            holds: Box::new(move || cell.readable.load(Ordering::Acquire) && leases.holds(lease)),
         })
     }
 
     fn pool(&self, id: u32) -> Option<Arc<Pool>> {
-        Some(self.shared.lock().pools.get(&id)?.pool.clone())
+        Some(self.shared.lock().pools.get(id)?.pool.clone())
     }
 }
 
-fn wants(open: &DataOpen) -> Wants {
-    let (states, groups): (Vec<&DataPart>, _) = open.parts.iter().partition(|p| p.state);
-    Wants {
-        groups: groups
-            .into_iter()
-            .map(|p| ImportGroup {
-                group: p.group,
-                slots: p.slots.clone(),
-                first_ordinal: p.first_ordinal,
-                skip_token: p.skip_token,
-                token_end: p.token_end,
-            })
-            .collect(),
-        states: states
-            .into_iter()
-            .map(|p| ImportState {
-                group: p.group,
-                slot: p.slots.first().copied().unwrap_or(-1),
-                as_of_token: p.token_end,
-            })
-            .collect(),
+fn wants(open: &DataOpen) -> Result<Wants> {
+    let mut wants = Wants {
+        groups: Vec::new(),
+        states: Vec::new(),
         prefix_tag: 0,
+    };
+    for part in &open.parts {
+        let slots = unpack_slots(&part.slots)?;
+        match part.state {
+            false => wants.groups.push(ImportGroup {
+                group: part.group,
+                slots,
+                first_ordinal: part.first_ordinal,
+                skip_token: part.skip_token,
+                token_end: part.token_end,
+            }),
+            true => wants.states.push(ImportState {
+                group: part.group,
+                slot: slots.first().copied().unwrap_or(-1),
+                as_of_token: part.token_end,
+            }),
+        }
     }
+    Ok(wants)
 }
 
 /// What a source must know to derive the copies of an import.
@@ -250,7 +265,7 @@ pub(super) fn data_open(wants: &Wants, key: crate::ids::Key, epoch: u64) -> Data
     let groups = wants.groups.iter().map(|g| DataPart {
         group: g.group,
         state: false,
-        slots: g.slots.clone(),
+        slots: pack_slots(&g.slots),
         first_ordinal: g.first_ordinal,
         skip_token: g.skip_token,
         token_end: g.token_end,
@@ -258,7 +273,7 @@ pub(super) fn data_open(wants: &Wants, key: crate::ids::Key, epoch: u64) -> Data
     let states = wants.states.iter().map(|s| DataPart {
         group: s.group,
         state: true,
-        slots: vec![s.slot],
+        slots: pack_slots(&[s.slot]),
         first_ordinal: 0,
         skip_token: 0,
         token_end: s.as_of_token,

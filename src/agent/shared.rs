@@ -14,14 +14,17 @@ use super::group::Board;
 use super::log::Log;
 use super::metadata::EngineInfo;
 use super::peers::Route;
+use super::pools::{PoolEntry, Pools};
 use super::serving::DataConnections;
 use super::slots::Slots;
 use super::source::PublicationCell;
+use super::ucx::Ucx;
 use crate::bail;
+use crate::cuda::Devices;
 use crate::error::{Result, Status};
 use crate::ids::Incarnation;
 use crate::layout::{Invariants, Layout};
-use crate::memory::{LeaseTable, Pool};
+use crate::memory::LeaseTable;
 use crate::observe::metrics::Metrics;
 use crate::runtime::{EventQueue, Workers};
 use crate::session::{End, Now};
@@ -39,6 +42,8 @@ pub(super) struct Shared {
     pub commands: mpsc::UnboundedSender<Command>,
     pub workers: Workers,
     pub data: DataConnections,
+    pub ucx: Ucx,
+    pub devices: Arc<Devices>,
     pub groups: Mutex<Board>,
     pub log: Log,
     pub metrics: Metrics,
@@ -52,8 +57,10 @@ pub(super) struct Shared {
 /// Registrations.
 #[derive(Default)]
 pub(super) struct State {
-    pub pools: BTreeMap<u32, PoolEntry>,
+    pub pools: Pools,
     pub layout: Option<Arc<Layout>>,
+    /// Pools under the views of each group of the layout, ascending.
+    group_pools: Vec<Vec<u32>>,
     pub engine: Option<Arc<OwnEngine>>,
     pub slots: Slots,
     /// Routes that some handle still has.
@@ -64,19 +71,6 @@ pub(super) struct State {
     pub published: BTreeMap<u64, Weak<PublicationCell>>,
     /// Publications that have not ended, transfers that are not safe.
     pub live: u64,
-}
-
-/// A registered pool.
-pub(super) struct PoolEntry {
-    pub pool: Arc<Pool>,
-    /// Operations that may touch it.
-    pub users: u64,
-    /// Taken back: no new operation; (user data, reported).
-    pub leaving: Option<u64>,
-    /// "May be freed now" was said.
-    pub released: bool,
-    /// Its handle is gone: drop the entry once it is released.
-    pub forget: bool,
 }
 
 /// The engine that this agent is a rank of.
@@ -113,6 +107,8 @@ impl Shared {
             commands,
             workers,
             data: DataConnections::default(),
+            ucx: Ucx::default(),
+            devices: Arc::default(),
             groups: Mutex::default(),
             log,
             metrics,
@@ -195,25 +191,53 @@ impl State {
         }
     }
 
-    /// Pools under the views of these groups.
-    pub fn pools_of(&self, groups: impl Iterator<Item = u32>) -> Vec<u32> {
-        let Some(layout) = &self.layout else {
-            return Vec::new();
+    /// Takes the layout, which has been checked.
+    pub fn set_layout(&mut self, layout: Layout) {
+        let pools = |group: &crate::layout::Group| {
+            let tensors = group.views.iter().flat_map(|v| &v.tensors);
+            let mut pools: Vec<u32> = tensors.map(|t| t.pool).collect();
+            pools.sort_unstable();
+            pools.dedup();
+            pools
         };
-        let mut pools: Vec<u32> = groups
-            .filter_map(|g| layout.groups.get(g as usize))
-            .flat_map(|g| &g.views)
-            .flat_map(|v| v.tensors.iter().map(|t| t.pool))
+        self.group_pools = layout.groups.iter().map(pools).collect();
+        self.slots = Slots::new(&layout);
+        self.layout = Some(Arc::new(layout));
+    }
+
+    /// Pools under the views of these groups, ascending.
+    pub fn pools_of(&self, groups: impl Iterator<Item = u32>) -> Vec<u32> {
+        let lists: Vec<_> = groups
+            .filter_map(|g| self.group_pools.get(g as usize))
             .collect();
-        pools.sort_unstable();
-        pools.dedup();
-        pools
+        let mut all = lists.iter().copied().flatten().copied().collect::<Vec<_>>();
+        if lists.len() > 1 {
+            all.sort_unstable();
+            all.dedup();
+        }
+        all
+    }
+
+    /// The pools that a peer may read: those under the layout, ascending. What else is registered
+    /// is none of its business, and may be a lot.
+    pub fn layout_pools(&self) -> impl Iterator<Item = &PoolEntry> {
+        let ids = self.pools_of(0..self.group_pools.len() as u32);
+        ids.into_iter().filter_map(|id| self.pools.get(id))
+    }
+
+    /// As [`Self::layout_pools`], each to be changed.
+    pub fn each_layout_pool(&mut self, mut with: impl FnMut(&mut PoolEntry)) {
+        for id in self.pools_of(0..self.group_pools.len() as u32) {
+            if let Some(entry) = self.pools.get_mut(id) {
+                with(entry);
+            }
+        }
     }
 
     /// Counts one more operation on the pools, or changes nothing.
     pub fn use_pools(&mut self, pools: &[u32]) -> Result<()> {
         for id in pools {
-            if self.pools.get(id).is_none_or(|p| p.leaving.is_some()) {
+            if self.pools.get(*id).is_none_or(PoolEntry::is_leaving) {
                 bail!(
                     KVF_ERR_STATE,
                     "pool {id} is being unregistered: no new operation may use it"
@@ -221,7 +245,7 @@ impl State {
             }
         }
         for id in pools {
-            if let Some(entry) = self.pools.get_mut(id) {
+            if let Some(entry) = self.pools.get_mut(*id) {
                 entry.users += 1;
             }
         }
@@ -234,9 +258,9 @@ impl State {
         self.live = self.live.saturating_sub(1);
         let mut free = self.live == 0;
         for id in pools {
-            if let Some(entry) = self.pools.get_mut(id) {
+            if let Some(entry) = self.pools.get_mut(*id) {
                 entry.users = entry.users.saturating_sub(1);
-                free |= entry.users == 0 && entry.leaving.is_some();
+                free |= entry.users == 0 && entry.is_leaving();
             }
         }
         free

@@ -156,19 +156,10 @@ void fence() {
 #endif
 }
 
-class MappedCopies final : public Bare {
+class Copies : public Bare {
  public:
-  MappedCopies(Team& team, const Fd& pool, std::uint64_t pool_bytes, std::uint64_t block_size)
-      : team_(team), bytes_(pool_bytes), block_size_(block_size), ways_(copies(block_size)) {
-    void* at = mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, pool.get(), 0);
-    if (at == MAP_FAILED) {
-      throw std::system_error(errno, std::generic_category(), "mapping the source's pool");
-    }
-    from_ = static_cast<const std::byte*>(at);
-    (void)madvise(at, bytes_, MADV_HUGEPAGE);  // as kvferry: a wish that kernels may refuse
-    (void)madvise(at, bytes_, MADV_POPULATE_READ);
-  }
-  ~MappedCopies() override { munmap(const_cast<std::byte*>(from_), bytes_); }
+  Copies(Team& team, const std::byte* memory, std::uint64_t block_size)
+      : team_(team), block_size_(block_size), ways_(copies(block_size)), from_(memory) {}
 
   std::vector<std::string> ways() const override {
     std::vector<std::string> names;
@@ -176,22 +167,22 @@ class MappedCopies final : public Bare {
     return names;
   }
 
-  void move(std::size_t way, const std::vector<std::int32_t>& slots, std::byte* to) override {
+  void move(std::size_t way, const Slots& from, const Slots& to, std::byte* base) override {
     const CopyBlock copy = ways_[way].copy;
     const std::size_t piece = block_size_ % piece_bytes == 0 ? piece_bytes : block_size_;
     const std::size_t per_block = block_size_ / piece;
     // About 1 MiB a turn, so that a thread that is held up does not hold up the others.
     const std::size_t turn = std::max<std::size_t>(1, (1 << 20) / piece);
-    const std::size_t pieces = slots.size() * per_block;
+    const std::size_t pieces = from.size() * per_block;
     std::atomic<std::size_t> next{0};
-    const auto at = [&](std::size_t i) {
-      return from_ + static_cast<std::size_t>(slots[i / per_block]) * block_size_ +
-             i % per_block * piece;
+    const auto place = [&](const Slots& slots, std::size_t i) {
+      return static_cast<std::size_t>(slots[i / per_block]) * block_size_ + i % per_block * piece;
     };
     team_.run([&] {
       for (std::size_t i; (i = next.fetch_add(turn)) < pieces;) {
         for (const std::size_t end = std::min(i + turn, pieces); i < end; ++i) {
-          copy(to + i * piece, at(i), piece, i + 1 < end ? at(i + 1) : nullptr);
+          copy(base + place(to, i), from_ + place(from, i), piece,
+               i + 1 < end ? from_ + place(from, i + 1) : nullptr);
         }
       }
       fence();
@@ -203,10 +194,29 @@ class MappedCopies final : public Bare {
   static constexpr std::size_t piece_bytes = 4 << 20;
 
   Team& team_;
-  std::uint64_t bytes_;
   std::uint64_t block_size_;
   std::vector<Way> ways_;
-  const std::byte* from_ = nullptr;
+
+ protected:
+  const std::byte* from_;
+};
+
+class MappedCopies final : public Copies {
+ public:
+  MappedCopies(Team& team, const Fd& pool, std::uint64_t pool_bytes, std::uint64_t block_size)
+      : Copies(team, nullptr, block_size), bytes_(pool_bytes) {
+    void* at = mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, pool.get(), 0);
+    if (at == MAP_FAILED) {
+      throw std::system_error(errno, std::generic_category(), "mapping the source's pool");
+    }
+    from_ = static_cast<const std::byte*>(at);
+    (void)madvise(at, bytes_, MADV_HUGEPAGE);  // as kvferry: a wish that kernels may refuse
+    (void)madvise(at, bytes_, MADV_POPULATE_READ);
+  }
+  ~MappedCopies() override { munmap(const_cast<std::byte*>(from_), bytes_); }
+
+ private:
+  std::uint64_t bytes_;
 };
 
 class ProcessReads final : public Bare {
@@ -214,15 +224,15 @@ class ProcessReads final : public Bare {
   ProcessReads(Team& team, pid_t process, std::uint64_t address, std::uint64_t block_size)
       : team_(team), process_(process), address_(address), block_size_(block_size) {}
 
-  // In the second way the destination is one range, since the blocks lie side by side there.
+  // In the second way destinations that lie side by side are one range.
   std::vector<std::string> ways() const override {
     return {"process_vm_readv", "process_vm_readv_joined"};
   }
 
-  void move(std::size_t way, const std::vector<std::int32_t>& slots, std::byte* to) override {
-    const std::size_t parts = slots.size() == 1 ? team_.size() : 1;  // of one block
+  void move(std::size_t way, const Slots& from, const Slots& to, std::byte* base) override {
+    const std::size_t parts = from.size() == 1 ? team_.size() : 1;  // of one block
     const std::size_t piece = block_size_ / parts;
-    const std::size_t pieces = slots.size() * parts;
+    const std::size_t pieces = from.size() * parts;
     const std::size_t turn =
         std::min<std::size_t>(max_ranges, (pieces + team_.size() - 1) / team_.size());
     std::atomic<std::size_t> next{0};
@@ -232,20 +242,20 @@ class ProcessReads final : public Bare {
       for (std::size_t i; (i = next.fetch_add(turn)) < pieces;) {
         local.clear();
         remote.clear();
-        const std::size_t first = i, end = std::min(i + turn, pieces);
-        for (; i < end; ++i) {
-          const std::uint64_t from = address_ +
-                                     static_cast<std::uint64_t>(slots[i / parts]) * block_size_ +
-                                     i % parts * piece;
+        const auto place = [&](const Slots& slots) {
+          return static_cast<std::uint64_t>(slots[i / parts]) * block_size_ + i % parts * piece;
+        };
+        for (const std::size_t end = std::min(i + turn, pieces); i < end; ++i) {
           const std::size_t bytes = i % parts + 1 == parts ? block_size_ - (parts - 1) * piece
                                                            : piece;
-          remote.push_back({reinterpret_cast<void*>(from), bytes});
-          local.push_back({to + i * piece, bytes});
-        }
-        if (way == 1) {
-          std::size_t all = 0;
-          for (const iovec& range : local) all += range.iov_len;
-          local.assign(1, {to + first * piece, all});
+          remote.push_back({reinterpret_cast<void*>(address_ + place(from)), bytes});
+          std::byte* const at = base + place(to);
+          if (way == 1 && !local.empty() &&
+              static_cast<std::byte*>(local.back().iov_base) + local.back().iov_len == at) {
+            local.back().iov_len += bytes;
+          } else {
+            local.push_back({at, bytes});
+          }
         }
         read(local, remote, failed);
       }
@@ -292,6 +302,10 @@ class ProcessReads final : public Bare {
 std::unique_ptr<Bare> mapped_copies(Team& team, const Fd& pool, std::uint64_t pool_bytes,
                                     std::uint64_t block_size) {
   return std::make_unique<MappedCopies>(team, pool, pool_bytes, block_size);
+}
+
+std::unique_ptr<Bare> local_copies(Team& team, const std::byte* memory, std::uint64_t block_size) {
+  return std::make_unique<Copies>(team, memory, block_size);
 }
 
 std::unique_ptr<Bare> process_reads(Team& team, pid_t process, std::uint64_t address,

@@ -39,18 +39,24 @@ class Team {
   std::vector<std::thread> others_;
 };
 
-// Moves blocks `slots` of the source into consecutive blocks at `to`, in one of several ways.
+using Slots = std::vector<std::int32_t>;
+
+// Moves blocks `from` of the source into blocks `to` of the memory at `base`, in one of several
+// ways.
 class Bare {
  public:
   virtual ~Bare() = default;
   virtual std::vector<std::string> ways() const = 0;
-  virtual void move(std::size_t way, const std::vector<std::int32_t>& slots, std::byte* to) = 0;
+  virtual void move(std::size_t way, const Slots& from, const Slots& to, std::byte* base) = 0;
 };
 
 // Copies out of the source's own pool file, mapped and populated as kvferry maps it: memcpy, and
 // what this processor has of streaming stores and prefetching.
 std::unique_ptr<Bare> mapped_copies(Team& team, const Fd& pool, std::uint64_t pool_bytes,
                                     std::uint64_t block_size);
+
+// The same out of memory of this process.
+std::unique_ptr<Bare> local_copies(Team& team, const std::byte* memory, std::uint64_t block_size);
 
 // process_vm_readv of the source's memory, at most 1024 ranges a call.
 std::unique_ptr<Bare> process_reads(Team& team, pid_t process, std::uint64_t address,

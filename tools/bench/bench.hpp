@@ -23,6 +23,9 @@ struct Options {
   std::uint32_t threads = 2;
   std::uint32_t repeats = 9;
   std::uint64_t pool_mib = 1024;
+  std::uint64_t spin_us = 0;
+  std::uint32_t regions = 10'000;
+  bool scattered = false;
   double quiet_s = 1;
   double idle_s = 10;
   std::uint64_t pending = 10'000;
@@ -31,6 +34,9 @@ struct Options {
 
   Setup setup(std::uint64_t block, std::uint64_t room_blocks) const;
 };
+
+// Who looks before it sleeps (--spin-us) holds a CPU for that long after its turn: lets it pass.
+void let_spinners_sleep(const Options& options);
 
 // Prints one result: with --json as one line of JSON, otherwise for people.
 void report(const Options& options, const Json& result);
@@ -59,6 +65,7 @@ void run_begin(const Options& options, Child& source);
 void run_status(const Options& options, Child& source);
 void run_idle(const Options& options, Child& source);
 void run_idle_loop(const Options& options, Child& source);
+void run_registration(const Options& options, Child& source);
 void run_pending(const Options& options, Child& source);
 
 }  // namespace kvferry::tools

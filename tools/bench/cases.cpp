@@ -11,6 +11,7 @@
 #include "bare.hpp"
 #include "bench.hpp"
 #include "measure.hpp"
+#include "source.hpp"
 
 namespace kvferry::tools {
 
@@ -61,13 +62,16 @@ struct Times {
 // The first repetition of each is compared byte for byte and not counted. The order is random, so
 // that nobody always finds the caches as the same neighbour left them; every one gets fresh random
 // blocks.
-Times alternate(const Options& options, const Case& c, RemoteSource& source, Bare& bare,
+Times alternate(const Options& options, const Case& c, AnySource& source, Bare& bare,
                 Destination& destination) {
   Blocks random(options.pool_mib * (1 << 20) / c.block_size);
+  Blocks places(options.scattered ? options.pool_mib * (1 << 20) / c.block_size : c.blocks);
+  Slots to(c.blocks);
+  std::iota(to.begin(), to.end(), 0);
   const std::size_t ways = bare.ways().size();
   Times times;
   times.bare.resize(ways);
-  std::byte* to = destination.side().data();
+  std::byte* base = destination.side().data();
   std::vector<std::size_t> order(ways + 1);
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::mt19937 shuffler(1);
@@ -77,17 +81,19 @@ Times alternate(const Options& options, const Case& c, RemoteSource& source, Bar
     std::shuffle(order.begin(), order.end(), shuffler);
     for (const std::size_t who : order) {
       const std::vector<std::int32_t> slots = random.pick(c.blocks);
-      if (first) destination.clear(c.blocks);
+      if (options.scattered) to = places.pick(c.blocks);
+      if (first) destination.clear(to);
+      let_spinners_sleep(options);
       double taken = 0;
       if (who < ways) {
         const double begin = now();
-        bare.move(who, slots, to);
+        bare.move(who, slots, to, base);
         taken = now() - begin;
         if (!first) times.bare[who].push_back(taken);
       } else {
         const Bytes ticket = source.publish(slots);
         const double begin = now();
-        const Transfer transfer = destination.pull(ticket, c.blocks);
+        const Transfer transfer = destination.pull(ticket, to);
         const kvf_status status = transfer.wait(60s);
         taken = now() - begin;
         if (status != KVF_OK) throw Error(status, transfer.error_text());
@@ -99,7 +105,7 @@ Times alternate(const Options& options, const Case& c, RemoteSource& source, Bar
         source.settle();
         (void)destination.side().agent().take_events();
       }
-      if (first) destination.compare(slots);
+      if (first) destination.compare(slots, to);
     }
   }
   return times;
@@ -137,6 +143,8 @@ Json summary(const Options& options, const Case& c, const Times& times,
           {"transport", times.first["transport"]},
           {"memory", options.memory},
           {"threads", options.threads},
+          {"spin_us", options.spin_us},
+          {"scattered", options.scattered},
           {"repeats", options.repeats},
           {"noisy", times.noisy},
           {"compared", times.first["bytes"] == c.block_size * c.blocks}};
@@ -147,12 +155,11 @@ Json summary(const Options& options, const Case& c, const Times& times,
 void run_transfer(const Options& options, Child& child) {
   Team team(options.threads);
   for (const Case& c : cases(options)) {
-    RemoteSource source(child, options.setup(c.block_size, c.blocks));
-    Destination destination(options.setup(c.block_size, c.blocks), source.metadata());
-    const auto bare =
-        options.memory == "pool"
-            ? mapped_copies(team, source.pool_fd(), options.pool_mib << 20, c.block_size)
-            : process_reads(team, source.pid(), source.address(), c.block_size);
+    Setup setup = options.setup(c.block_size, c.blocks);
+    if (options.scattered) setup.room_bytes = setup.pool_bytes;
+    AnySource source(options, child, setup);
+    Destination destination(setup, source.metadata());
+    const auto bare = source.limit(team);
     const Times times = alternate(options, c, source, *bare, destination);
     report(options, summary(options, c, times, bare->ways()));
   }

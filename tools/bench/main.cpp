@@ -4,12 +4,15 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <iostream>
 #include <kvferry.hpp>
 #include <stdexcept>
+#include <thread>
 
 #include "bench.hpp"
+#include "source.hpp"
 
 namespace kvferry::tools {
 
@@ -19,6 +22,8 @@ const Scenario scenarios[] = {
     {"transfer", "the six cases (or the one given), against the best bare copy loop", run_transfer},
     {"latency", "one block of 4 KiB, begin to completion: polled, and through the event fd",
      run_latency},
+    {"registration", "cost of registering --regions ranges: the first ones and the last ones",
+     run_registration},
     {"begin", "time inside kvf_pull_begin() for 4096 blocks", run_begin},
     {"status", "kvf_transfer_poll() and kvf_agent_take_events() with nothing in flight",
      run_status},
@@ -36,6 +41,11 @@ other random blocks each time. What is compared:
   --memory pool  a pool made by kvferry, against memcpy, streaming stores and prefetching out of the
                  same file, mapped and populated the same way; the fastest loop is the limit
   --memory own   memory of the source's own, against process_vm_readv with 1024 ranges a call
+  --transport tcp, unix  against a bare stream: one message names the blocks, the answer is sent
+                 gathered, about 1 MiB at a time, and received into place; with --spin-us both sides
+                 of both look at their sockets for that long before they sleep
+  --transport inproc  both agents in this process, against the copy loops
+  --transport ucx  against the bare TCP stream if UCX_TLS names tcp, else process_vm_readv
 gbps and limit_gbps are medians (1e9 bytes/s), ratio is the median over the repetitions of limit
 time / kvferry time, p50_us and p99_us go from before kvf_pull_begin() to the return of
 kvf_transfer_wait(). The first repetition is compared byte for byte and not counted. "noisy" counts
@@ -71,6 +81,7 @@ Setup Options::setup(std::uint64_t block, std::uint64_t room_blocks) const {
   setup.pool_bytes = pool_mib * (1 << 20) / block * block;
   setup.room_bytes = block * room_blocks;
   setup.workers = threads;
+  setup.spin_us = spin_us;
   return setup;
 }
 
@@ -100,6 +111,12 @@ void report(const Options& options, const Json& result) {
               result["limit"].get<std::string>().c_str(),
               result["noisy"] == 0 ? "" : (", " + result["noisy"].dump() + " noisy").c_str());
   std::fflush(stdout);
+}
+
+void let_spinners_sleep(const Options& options) {
+  if (options.spin_us > 0) {
+    std::this_thread::sleep_for(std::chrono::microseconds(2 * options.spin_us + 1000));
+  }
 }
 
 Blocks::Blocks(std::uint64_t slots) : all_(slots) {
@@ -134,9 +151,8 @@ int main(int argc, char** argv) {
   app.add_option("--scenario", options.scenario, what)
       ->check(CLI::IsMember(names))
       ->capture_default_str();
-  // Others come with a bare loop of their own to compare with.
   app.add_option("--transport", options.transport, "Transport to force")
-      ->check(CLI::IsMember({"shm"}))
+      ->check(CLI::IsMember({"inproc", "shm", "unix", "tcp", "ucx"}))
       ->capture_default_str();
   app.add_option("--memory", options.memory, "Memory of both sides: pool (kvferry's) or own")
       ->check(CLI::IsMember({"pool", "own"}))
@@ -161,6 +177,15 @@ int main(int argc, char** argv) {
   app.add_option("--pool-mib", options.pool_mib, "Memory of the source in MiB")
       ->check(CLI::Range(1ull, 1ull << 30))
       ->capture_default_str();
+  app.add_option("--spin-us", options.spin_us,
+                 "How long a thread looks at its socket before it sleeps, in us; 0: it blocks")
+      ->check(CLI::Range(0u, 1'000'000u))
+      ->capture_default_str();
+  app.add_flag("--scattered", options.scattered,
+               "Scattered blocks in the destination too, in as much memory as the source has");
+  app.add_option("--regions", options.regions, "Ranges of the scenario registration")
+      ->check(CLI::Range(200u, 30000u))
+      ->capture_default_str();
   app.add_option("--quiet-s", options.quiet_s,
                  "Longest wait for a quiet moment before each repetition, in seconds")
       ->check(CLI::Range(0.0, 3600.0))
@@ -179,7 +204,7 @@ int main(int argc, char** argv) {
   app.add_option("--child-fd", child_fd)->group("");  // the second process
   CLI11_PARSE(app, argc, argv);
   try {
-    return child_fd >= 0 ? serve_source(child_fd) : run(options);
+    return child_fd >= 0 ? serve_source(child_fd, stream_hook()) : run(options);
   } catch (const std::exception& e) {
     std::cerr << "kvferry-bench: " << e.what() << "\n";
     return 1;

@@ -11,6 +11,7 @@
 #include "bare.hpp"
 #include "bench.hpp"
 #include "measure.hpp"
+#include "source.hpp"
 
 namespace kvferry::tools {
 
@@ -47,46 +48,50 @@ void take_end(Destination& destination, int fd, const Transfer& transfer) {
 
 void run_latency(const Options& options, Child& child) {
   const std::uint64_t block = options.block_size != 0 ? options.block_size : small_block;
-  const std::size_t rounds = std::max<std::size_t>(options.repeats, 1000);
-  RemoteSource source(child, options.setup(block, 1));
+  constexpr std::size_t at_once = 100;
+  const std::size_t turns = 1 + std::max<std::size_t>(options.repeats, 1000) / at_once;
+  AnySource source(options, child, options.setup(block, 1));
   Destination destination(options.setup(block, 1), source.metadata());
   Blocks random((options.pool_mib << 20) / block);
   Team alone(1);
-  const auto bare = options.memory == "pool"
-                        ? mapped_copies(alone, source.pool_fd(), options.pool_mib << 20, block)
-                        : process_reads(alone, source.pid(), source.address(), block);
+  const auto bare = source.limit(alone);
   const int fd = destination.side().agent().event_fd();
-  std::vector<double> polled, through_fd, limit;
+  std::vector<double> polled, waited, through_fd, limit;
   wait_for_quiet(options.quiet_s);
-  for (std::size_t done = 0; done < rounds + 100;) {
-    std::vector<std::int32_t> slots;
-    for (int i = 0; i < 100; ++i) slots.push_back(random.pick(1).front());
-    const std::vector<Bytes> tickets = source.publish_each(slots);
-    for (std::size_t i = 0; i < tickets.size(); ++i, ++done) {
-      if (done == 0) destination.clear(1);
-      const bool use_fd = i % 2 == 1;
-      const double begin = now();
-      {
-        const Transfer transfer = destination.pull(tickets[i], 1);
-        if (use_fd) {
-          take_end(destination, fd, transfer);
+  // All ways take turns of a hundred; the first turn of each is not counted.
+  for (std::size_t turn = 0; turn < turns; ++turn) {
+    for (auto* times : {&polled, &waited, &through_fd, &limit}) {
+      Slots slots;
+      for (std::size_t i = 0; i < at_once; ++i) slots.push_back(random.pick(1).front());
+      const bool is_limit = times == &limit;
+      const std::vector<Bytes> tickets = is_limit ? std::vector<Bytes>{} : source.publish_each(slots);
+      let_spinners_sleep(options);
+      for (std::size_t i = 0; i < at_once; ++i) {
+        if (turn == 0) destination.clear(1);
+        const double begin = now();
+        if (is_limit) {
+          bare->move(0, {slots[i]}, {0}, destination.side().data());
         } else {
-          kvf_status status = KVF_IN_PROGRESS;
-          while ((status = transfer.poll()) == KVF_IN_PROGRESS) {
+          const Transfer transfer = destination.pull(tickets[i], 1);
+          if (times == &through_fd) {
+            take_end(destination, fd, transfer);
+          } else if (times == &waited) {
+            if (transfer.wait(10s) != KVF_OK) throw Error(transfer.poll(), transfer.error_text());
+          } else {
+            kvf_status status = KVF_IN_PROGRESS;
+            while ((status = transfer.poll()) == KVF_IN_PROGRESS) {
+            }
+            if (status != KVF_OK) throw Error(status, transfer.error_text());
           }
-          if (status != KVF_OK) throw Error(status, transfer.error_text());
+          const double end = now();
+          if (turn > 0) times->push_back(end - begin);
+          if (times != &through_fd) take_end(destination, fd, transfer);
         }
-        const double taken = now() - begin;
-        if (done >= 100) (use_fd ? through_fd : polled).push_back(taken);
-        if (!use_fd) take_end(destination, fd, transfer);
+        if (is_limit && turn > 0) times->push_back(now() - begin);
+        if (turn == 0) destination.compare({slots[i]});
       }
-      if (done == 0) destination.compare({slots[i]});
-      const std::vector<std::int32_t> other = random.pick(1);
-      const double bare_begin = now();
-      bare->move(0, other, destination.side().data());
-      if (done >= 100) limit.push_back(now() - bare_begin);
+      if (!is_limit) source.settle();
     }
-    source.settle();
   }
   Json result{{"case", "latency"},
               {"block_size", block},
@@ -94,8 +99,11 @@ void run_latency(const Options& options, Child& child) {
               {"memory", options.memory},
               {"transport", destination.peer().query().transport},
               {"threads", options.threads},
+              {"spin_us", options.spin_us},
+              {"limit", bare->ways().front()},
               {"rounds", polled.size()}};
   add_percentiles(result, "", polled);
+  add_percentiles(result, "wait_", waited);
   add_percentiles(result, "event_fd_", through_fd);
   add_percentiles(result, "limit_", limit);
   report(options, result);
@@ -105,7 +113,7 @@ void run_begin(const Options& options, Child& child) {
   const std::uint64_t block = options.block_size != 0 ? options.block_size : small_block;
   const std::uint64_t blocks = options.blocks != 0 ? options.blocks : 4096;
   const std::uint32_t rounds = std::max(options.repeats, 50u);
-  RemoteSource source(child, options.setup(block, blocks));
+  AnySource source(options, child, options.setup(block, blocks));
   Destination destination(options.setup(block, blocks), source.metadata());
   Blocks random((options.pool_mib << 20) / block);
   std::vector<double> inside;
@@ -132,7 +140,7 @@ void run_begin(const Options& options, Child& child) {
 
 void run_status(const Options& options, Child& child) {
   const Setup setup = options.setup(small_block, 1);
-  RemoteSource source(child, setup);
+  AnySource source(options, child, setup);
   Destination destination(setup, source.metadata());
   const Transfer ended = destination.pull(source.publish({0}), 1);
   ended.finish(10s);
@@ -165,7 +173,7 @@ void run_status(const Options& options, Child& child) {
 
 void run_idle(const Options& options, Child& child) {
   const Setup setup = options.setup(small_block, 1);
-  RemoteSource source(child, setup);
+  AnySource source(options, child, setup);
   Destination destination(setup, source.metadata());
   destination.pull(source.publish({0}), 1).finish(10s);  // everything has been used once
   source.settle();

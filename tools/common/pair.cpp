@@ -24,6 +24,7 @@ kvferry::Agent make_agent(const Setup& setup, const char* name) {
   config.name = name;
   config.transports = setup.transports;
   config.workers = setup.workers;
+  config.spin = std::chrono::microseconds(setup.spin_us);
   config.fingerprint = "kvferry-tools";
   config.listen = setup.listen;
   config.advertise = setup.advertise;
@@ -144,14 +145,29 @@ Transfer Destination::pull(const Bytes& ticket, std::size_t blocks) {
   return side_.agent().pull_begin(peer_, ticket, 0, Slots(slots_.data(), blocks));
 }
 
+Transfer Destination::pull(const Bytes& ticket, const std::vector<std::int32_t>& to) {
+  return side_.agent().pull_begin(peer_, ticket, 0, to);
+}
+
 void Destination::clear(std::size_t blocks) {
   std::memset(side_.data(), 0xEE, blocks * block_size_);
 }
 
-void Destination::compare(const std::vector<std::int32_t>& slots) const {
+void Destination::clear(const std::vector<std::int32_t>& to) {
+  for (const std::int32_t slot : to) {
+    std::memset(side_.data() + static_cast<std::uint64_t>(slot) * block_size_, 0xEE, block_size_);
+  }
+}
+
+void Destination::compare(const std::vector<std::int32_t>& from) const {
+  compare(from, {slots_.begin(), slots_.begin() + static_cast<std::ptrdiff_t>(from.size())});
+}
+
+void Destination::compare(const std::vector<std::int32_t>& slots,
+                          const std::vector<std::int32_t>& to) const {
   for (std::size_t block = 0; block < slots.size(); ++block) {
     const auto from = static_cast<std::uint64_t>(slots[block]) * block_size_;
-    const std::byte* at = side_.data() + block * block_size_;
+    const std::byte* at = side_.data() + static_cast<std::uint64_t>(to[block]) * block_size_;
     for (std::uint64_t i = 0; i < block_size_; i += 8) {
       std::uint64_t word = 0;
       std::memcpy(&word, at + i, sizeof word);
@@ -196,11 +212,12 @@ void RemoteSource::settle() {
   }
 }
 
-int serve_source(int fd) {
+int serve_source(int fd, const SourceHook& hook) {
   std::optional<Source> source;
   return answer(fd, [&](const Json& request, int& with) -> Json {
     const std::string what = request["do"];
     if (what == "open") {
+      if (hook) hook(nullptr, request);
       source.reset();
       const Setup setup = request["setup"];
       source.emplace(setup);
@@ -209,6 +226,7 @@ int serve_source(int fd) {
               {"address", reinterpret_cast<std::uintptr_t>(source->side().data())}};
     }
     if (what == "close") {
+      if (hook) hook(nullptr, request);
       source.reset();
       return Json::object();
     }
@@ -224,6 +242,7 @@ int serve_source(int fd) {
       return {{"tickets", tickets}};
     }
     if (what == "settle") return {{"status", static_cast<std::int32_t>(source->settle(30s))}};
+    if (hook) return hook(&*source, request);
     throw std::runtime_error("unknown request " + what);
   });
 }

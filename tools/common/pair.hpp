@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <kvferry.hpp>
 #include <optional>
 #include <string>
@@ -22,9 +23,10 @@ struct Setup {
   std::uint64_t pool_bytes = 0;     // of the source, filled with a pattern
   std::uint64_t room_bytes = 0;     // of the destination
   std::uint32_t workers = 1;
+  std::uint64_t spin_us = 0;
   std::string listen, advertise;  // of this process
   NLOHMANN_DEFINE_TYPE_INTRUSIVE(Setup, memory, transports, block_size, pool_bytes, room_bytes,
-                                 workers)
+                                 workers, spin_us)
 };
 
 // Memory of this tool, every page present.
@@ -86,13 +88,16 @@ class Destination {
 
   Side& side() noexcept { return side_; }
   const Peer& peer() const noexcept { return peer_; }
-  // Pulls the blocks of a ticket into slots 0, 1, ...
+  // Pulls the blocks of a ticket into slots 0, 1, ..., or into those given.
   Transfer pull(const Bytes& ticket, std::size_t blocks);
-  // Overwrites the first blocks, so that nothing old can pass for new.
+  Transfer pull(const Bytes& ticket, const std::vector<std::int32_t>& to);
+  // Overwrites the first blocks, or those given, so that nothing old can pass for new.
   void clear(std::size_t blocks);
-  // Compares blocks 0, 1, ... with the source's blocks `slots`, every byte; throws on the first
-  // that differs.
-  void compare(const std::vector<std::int32_t>& slots) const;
+  void clear(const std::vector<std::int32_t>& to);
+  // Compares blocks 0, 1, ..., or `to`, with the source's blocks `from`, every byte; throws on the
+  // first that differs.
+  void compare(const std::vector<std::int32_t>& from) const;
+  void compare(const std::vector<std::int32_t>& from, const std::vector<std::int32_t>& to) const;
 
  private:
   std::uint64_t block_size_;
@@ -115,6 +120,8 @@ class RemoteSource {
   std::vector<Bytes> publish_each(const std::vector<std::int32_t>& slots);
   // Throws unless every publication was read to its end.
   void settle();
+  // A request for the program's own hook, see serve_source().
+  Json call(const Json& request) { return child_.call(request); }
 
  private:
   Child& child_;
@@ -123,8 +130,12 @@ class RemoteSource {
   Fd pool_fd_;
 };
 
+// Answers requests of the second process that are none of a RemoteSource; called with no source
+// when that ends.
+using SourceHook = std::function<Json(Source* source, const Json& request)>;
+
 // The second process's main loop.
-int serve_source(int fd);
+int serve_source(int fd, const SourceHook& hook = nullptr);
 
 // The 8 bytes of the pattern at a multiple of 8.
 constexpr std::uint64_t pattern(std::uint64_t offset) noexcept {

@@ -12,13 +12,11 @@ use crate::error::{Error, Result};
 use crate::memory::Pool;
 use crate::plan::{Binding, Cursor, Pattern};
 use crate::transport::span::{Runs, check};
-use crate::wire::{Body, DataOpen, DataRead, Decoder};
+use crate::wire::{Body, DataOpen, DataRead, Decoder, MAX_FRAME};
 use crate::{bail, err};
 
 /// Jobs that one connection may have open.
 const MAX_JOBS: usize = 1024;
-/// Longest request.
-const MAX_REQUEST: usize = 8 << 20;
 
 /// A reader's job as the source sees it.
 pub struct Opened {
@@ -55,7 +53,7 @@ pub struct Serving {
 /// The connection broke, or its reader does not speak the protocol.
 pub fn serve(stream: &Stream, source: &dyn Source, limits: Serving) -> Result<()> {
     let broken = |e: io::Error| err!(KVF_ERR_PEER_LOST, "data connection: {e}");
-    let mut decoder = Decoder::new(MAX_REQUEST);
+    let mut decoder = Decoder::new(MAX_FRAME);
     let mut jobs: HashMap<u64, Result<Opened>> = HashMap::new();
     let mut buffers = (Vec::new(), Ranges::default());
     let mut bytes = vec![0; 64 << 10];

@@ -1,0 +1,267 @@
+//! Thousands of pools and a hundred thousand blocks: what is registered, announced, planned and
+//! read must not have a limit that an engine meets, nor a cost that grows with its square.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use kvferry::agent::*;
+use kvferry::error::Status::*;
+use kvferry::ids::Key;
+use kvferry::layout::*;
+
+const LONG: Duration = Duration::from_secs(100);
+const TRANSPORTS: [&str; 4] = ["inproc", "shm", "unix", "tcp"];
+
+/// Who makes the memory of the pools.
+#[derive(Clone, Copy, PartialEq)]
+enum Memory {
+    Own,
+    Kvferry,
+}
+
+/// An agent with one pool for each tensor.
+struct Side {
+    agent: Agent,
+    /// First word of each tensor.
+    tensors: Vec<*mut u64>,
+    tensor_words: usize,
+    _own: Vec<u64>,
+}
+
+impl Side {
+    /// `layers` tensors of `slots` blocks of `block` bytes.
+    fn new(transport: &str, memory: Memory, layers: u32, slots: u32, block: u64) -> Self {
+        let agent = Agent::create(
+            AgentConfig {
+                name: "side".into(),
+                fingerprint: "scale".into(),
+                transports: vec![transport.into()],
+                ..AgentConfig::default()
+            },
+            None,
+        )
+        .unwrap();
+        let bytes = u64::from(slots) * block;
+        // 64 bytes between two tensors belong to no pool.
+        let own_words = u64::from(layers) * (bytes + 64) / 8;
+        let mut own = vec![0u64; own_words as usize];
+        let base: *mut u8 = own.as_mut_ptr().cast();
+        let pools: Vec<u32> = (0..u64::from(layers))
+            .map(|i| match memory {
+                Memory::Kvferry => agent.create_pool(bytes, None, 0).unwrap(),
+                Memory::Own => {
+                    let at = base.wrapping_add((i * (bytes + 64)) as usize);
+                    // SAFETY: inside `own`, which outlives the agent (fields drop in their order).
+                    unsafe { agent.register_pool(at, bytes) }.unwrap()
+                }
+            })
+            .collect();
+        let first = |pool: &u32| agent.pool_memory(*pool).unwrap().0.cast();
+        let tensors = pools.iter().map(first).collect();
+        let view = View {
+            role: Role::Opaque,
+            element_bits: 8,
+            heads: 1,
+            bytes_per_head: block,
+            shards: 1,
+            shard: 0,
+            replicas: 1,
+            replica: 0,
+            sections: Vec::new(),
+            tensors: pools
+                .into_iter()
+                .map(|pool| Tensor { pool, offset: 0 })
+                .collect(),
+            slots,
+            strides: Strides {
+                slot: block,
+                layer: 0,
+                token: block,
+                head: block,
+            },
+        };
+        let layout = Layout {
+            groups: vec![Group {
+                kind: GroupKind::Paged {
+                    tokens_per_block: 1,
+                    window: 0,
+                },
+                layers: (0..layers).collect(),
+                ordinals: Ordinals::default(),
+                views: vec![view],
+            }],
+            ..Layout::default()
+        };
+        agent.set_layout(layout).unwrap();
+        agent.set_engine(&[agent.metadata().unwrap()]).unwrap();
+        Self {
+            agent,
+            tensors,
+            tensor_words: bytes as usize / 8,
+            _own: own,
+        }
+    }
+
+    #[allow(clippy::mut_from_ref)] // raw memory, used by one side at a time
+    fn words(&self, tensor: usize) -> &mut [u64] {
+        // SAFETY: a whole pool, which lives as long as the agent; no transfer runs meanwhile.
+        unsafe { std::slice::from_raw_parts_mut(self.tensors[tensor], self.tensor_words) }
+    }
+}
+
+fn word(tensor: usize, at: usize) -> u64 {
+    ((tensor as u64) << 32 | (at as u64 + 1)).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+}
+
+/// Pulls slots `from` into slots `to` and compares every byte of the sink.
+fn hand_over(source: &Side, sink: &Side, block: usize, from: &[i32], to: &[i32]) -> TransferInfo {
+    for tensor in 0..source.tensors.len() {
+        for (at, place) in source.words(tensor).iter_mut().enumerate() {
+            *place = word(tensor, at);
+        }
+    }
+    let peer = sink
+        .agent
+        .add_peer(&source.agent.engine_metadata().unwrap(), 0)
+        .unwrap();
+    assert_eq!(peer.wait(LONG), KVF_OK, "{}", peer.info().text);
+    let publication = source
+        .agent
+        .publish(PublishDesc {
+            key: Key::default(),
+            groups: vec![PublishedGroup {
+                group: 0,
+                slots: from.to_vec(),
+                token_begin: 0,
+                token_end: from.len() as u64,
+                ..PublishedGroup::default()
+            }],
+            ..PublishDesc::default()
+        })
+        .unwrap();
+    let transfer = sink
+        .agent
+        .import_begin(
+            &peer,
+            ImportDesc {
+                ticket: publication.ticket().to_vec(),
+                groups: vec![ImportGroup {
+                    group: 0,
+                    slots: to.to_vec(),
+                    token_end: u64::MAX,
+                    ..ImportGroup::default()
+                }],
+                ..ImportDesc::default()
+            },
+        )
+        .unwrap();
+    assert_eq!(transfer.wait(LONG), KVF_OK, "{}", transfer.error_text());
+    let info = transfer.info();
+    let bytes = source.tensors.len() * block * from.len();
+    assert_eq!(info.bytes, bytes as u64);
+    assert_eq!(publication.wait(LONG), KVF_OK);
+
+    let words = block / 8;
+    for tensor in 0..sink.tensors.len() {
+        let mut expected = vec![0; sink.tensor_words];
+        for (from, to) in from.iter().zip(to) {
+            for i in 0..words {
+                expected[*to as usize * words + i] = word(tensor, *from as usize * words + i);
+            }
+        }
+        assert!(
+            sink.words(tensor) == expected,
+            "tensor {tensor} differs over {}",
+            info.transport
+        );
+    }
+    info
+}
+
+#[test]
+fn ten_thousand_pools_in_one_layout() {
+    for transport in TRANSPORTS {
+        let side = || Side::new(transport, Memory::Own, 10_000, 4, 256);
+        let info = hand_over(&side(), &side(), 256, &[3, 1], &[0, 3]);
+        assert_eq!(info.transport, transport);
+    }
+}
+
+#[test]
+fn more_pools_of_kvferry_than_descriptors_in_a_message() {
+    // Both sides and what is on its way: 600 + 600 + 512 + 512 descriptors in this process.
+    if !may_open(3000) {
+        eprintln!("SKIPPED: THIS PROCESS MAY NOT OPEN 3000 FILES");
+        return;
+    }
+    let side = || Side::new("shm", Memory::Kvferry, 600, 4, 64);
+    let (source, sink) = (side(), side());
+    let info = hand_over(&source, &sink, 64, &[3, 1], &[0, 3]);
+    assert_eq!(info.transport, "shm");
+}
+
+/// Raises the soft limit of open files as far as needed.
+fn may_open(files: u64) -> bool {
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: one struct that lives here.
+    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
+    limit.rlim_cur = limit.rlim_cur.max(files.min(limit.rlim_max));
+    // SAFETY: as above.
+    unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) };
+    limit.rlim_cur >= files
+}
+
+#[test]
+fn many_blocks_in_one_call() {
+    let transports = TRANSPORTS.into_iter();
+    for (transport, blocks) in transports.flat_map(|t| [(t, 4096), (t, 100_000)]) {
+        // Small ones: their number is what could be too large. kvferry-bench moves whole 4 KiB.
+        const BLOCK: usize = 64;
+        let slots = blocks + 1;
+        let side = || Side::new(transport, Memory::Own, 1, slots, BLOCK as u64);
+        // 7 has no factor in common with either number of slots: every slot once, scattered.
+        let scattered = |i| (u64::from(i) * 7 % u64::from(slots)) as i32;
+        let from: Vec<i32> = (0..blocks).map(scattered).collect();
+        let to: Vec<i32> = (0..blocks).rev().map(|i| i as i32).collect();
+        let info = hand_over(&side(), &side(), BLOCK, &from, &to);
+        assert_eq!(info.transport, transport);
+    }
+}
+
+#[test]
+fn a_publication_has_a_limit_and_reaches_it() {
+    const LIMIT: u32 = 1 << 20;
+    let side = || Side::new("tcp", Memory::Own, 1, LIMIT + 1, 8);
+    let (source, sink) = (side(), side());
+    let all: Vec<i32> = (0..=LIMIT as i32).collect();
+    let too_many = PublishDesc {
+        groups: vec![PublishedGroup {
+            slots: all.clone(),
+            token_end: all.len() as u64,
+            ..PublishedGroup::default()
+        }],
+        ..PublishDesc::default()
+    };
+    let err = source.agent.publish(too_many).unwrap_err();
+    assert_eq!(err.status, KVF_ERR_LIMIT);
+    assert!(err.text.contains("1048577 slots"), "{err}");
+    hand_over(&source, &sink, 8, &all[1..], &all[..LIMIT as usize]);
+}
+
+#[test]
+fn pools_outside_of_the_layout_are_not_announced() {
+    let few = Side::new("tcp", Memory::Own, 2, 4, 64);
+    let before = few.agent.metadata().unwrap();
+    let mut more = vec![0u64; 16 * 10_000];
+    let at: *mut u8 = more.as_mut_ptr().cast();
+    for i in 0..10_000 {
+        // SAFETY: inside `more`, which is dropped after the agent.
+        unsafe { few.agent.register_pool(at.wrapping_add(i * 128), 64) }.unwrap();
+    }
+    assert_eq!(few.agent.metadata().unwrap(), before);
+    drop(few);
+    drop(more);
+}
