@@ -9,7 +9,9 @@
 #include <filesystem>
 #include <fstream>
 #include <mutex>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "side.hpp"
 
@@ -49,8 +51,22 @@ TEST(Agent, EveryBadConfigIsRefused) {
   config = KVF_AGENT_CONFIG_INIT;
   config.listen = "nonsense";
   EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "nonsense");
-  config.listen = "0.0.0.0:0";
-  EXPECT_CREATE_REFUSED(config, KVF_ERR_UNSUPPORTED, "loopback");
+  config = KVF_AGENT_CONFIG_INIT;
+  const std::vector<uint8_t> key(4097, 7);
+  config.auth_key_bytes = 16;
+  EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "config.auth_key is NULL");
+  config.auth_key = key.data();
+  for (std::size_t bytes : {1, 15, 4097}) {
+    config.auth_key_bytes = bytes;
+    EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT,
+                          "key has " + std::to_string(bytes) + " bytes");
+  }
+  config = KVF_AGENT_CONFIG_INIT;
+  config.allow_unauthenticated = 2;
+  EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "allow_unauthenticated is 2");
+  config = KVF_AGENT_CONFIG_INIT;
+  config.data_connections = 257;
+  EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "data_connections is 257");
   config = KVF_AGENT_CONFIG_INIT;
   config.transports = "shm, pigeon";
   EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "pigeon");
@@ -69,6 +85,61 @@ TEST(Agent, EveryBadConfigIsRefused) {
   config.log = ignore_log;
   config.log_level = 5;
   EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "config.log_level is 5");
+}
+
+// Beyond loopback: with a key, or with the word that it is open, and at an address that peers reach.
+TEST(Agent, ListensBeyondLoopbackOnlyWithAKeyOrTheOpenOption) {
+  kvf_agent* agent = kUntouched;
+  kvf_agent_config config = KVF_AGENT_CONFIG_INIT;
+  const std::vector<uint8_t> key(16, 7);
+  for (const char* wildcard : {"0.0.0.0:0", "[::]:0"}) {
+    config = KVF_AGENT_CONFIG_INIT;
+    config.listen = wildcard;
+    EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "auth_key");
+    EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "KVFERRY_AUTH_KEY_FILE");
+    EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "allow_unauthenticated");
+    for (bool open : {false, true}) {
+      config = KVF_AGENT_CONFIG_INIT;
+      config.listen = wildcard;
+      config.allow_unauthenticated = open ? 1 : 0;
+      config.auth_key = open ? nullptr : key.data();
+      config.auth_key_bytes = open ? 0 : key.size();
+      EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "set advertise");
+      for (const char* nowhere : {"0.0.0.0:5", "[::]:0", "224.0.0.1:5", "[fe80::1]:5"}) {
+        config.advertise = nowhere;
+        EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "set advertise");
+      }
+      config.advertise = "nonsense";
+      EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "advertise \"nonsense\"");
+      config.advertise = "192.0.2.7:0";
+      ASSERT_EQ(kvf_agent_create(&config, &agent), KVF_OK) << kvferry::last_error();
+      EXPECT_EQ(kvf_agent_destroy(agent, 5000000000), KVF_OK);
+      agent = kUntouched;
+    }
+  }
+}
+
+TEST(Agent, AKeyFileIsTakenFromTheEnvironment) {
+  const std::string path = testing::TempDir() + "/kvferry_key_" + std::to_string(getpid());
+  const auto write = [&](const std::string& text) {
+    std::FILE* file = std::fopen(path.c_str(), "w");
+    ASSERT_NE(file, nullptr);
+    std::fputs(text.c_str(), file);
+    std::fclose(file);
+  };
+  setenv("KVFERRY_AUTH_KEY_FILE", path.c_str(), 1);
+  kvf_agent* agent = kUntouched;
+  kvf_agent_config config = KVF_AGENT_CONFIG_INIT;
+  EXPECT_CREATE_REFUSED(config, KVF_ERR_SYSTEM, path);
+  write("too short\n");
+  EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "KVFERRY_AUTH_KEY_FILE");
+  write("sixteen bytes...\n");
+  config.listen = "0.0.0.0:0";
+  config.advertise = "127.0.0.1:0";
+  ASSERT_EQ(kvf_agent_create(&config, &agent), KVF_OK) << kvferry::last_error();
+  EXPECT_EQ(kvf_agent_destroy(agent, 5000000000), KVF_OK);
+  unsetenv("KVFERRY_AUTH_KEY_FILE");
+  std::remove(path.c_str());
 }
 
 TEST(Agent, FunctionsNameTheirBadArguments) {

@@ -29,8 +29,8 @@ class Info(unittest.TestCase):
         self.assertEqual(info["version"], info["header_version"])
         self.assertEqual(info["abi_version"], 1)
         paths = {path["name"]: path for path in info["transports"]}
-        self.assertEqual(list(paths), ["inproc", "shm", "tcp", "ucx", "cuda_ipc"])
-        for name in ["inproc", "shm"]:
+        self.assertEqual(list(paths), ["inproc", "shm", "unix", "tcp", "ucx", "cuda_ipc"])
+        for name in ["inproc", "shm", "unix", "tcp"]:
             self.assertTrue(paths[name]["available"], paths[name])
         for path in paths.values():
             self.assertTrue(path["reason"], path)
@@ -44,7 +44,8 @@ class Info(unittest.TestCase):
 
     def test_text_names_every_transport(self):
         text = run("kvferry-info")
-        for name in ["inproc: available", "shm: available", "tcp:", "ucx:", "cuda_ipc:"]:
+        for name in ["inproc: available", "shm: available", "unix: available", "tcp: available", "ucx:",
+                     "cuda_ipc:"]:
             self.assertIn(name, text)
 
     def test_self_test_moves_both_kinds_of_memory(self):
@@ -55,6 +56,32 @@ class Info(unittest.TestCase):
             self.assertEqual(test["transport"], "shm", test)
             # Slots 255, 252, ... 3, and 0, of 64 KiB each.
             self.assertEqual(test["bytes"], 86 * 65536, test)
+
+    def test_peer_tells_what_is_selected_and_what_stands_against_the_others(self):
+        with tempfile.TemporaryDirectory() as folder:
+            metadata, key, other = (pathlib.Path(folder) / name for name in ["meta", "key", "other"])
+            key.write_text("sixteen bytes or more\n")
+            other.write_text("another key as long\n")
+            serve = subprocess.Popen([TOOLS / "kvferry-info", "--serve", metadata, "--key-file", key],
+                                     stdout=subprocess.PIPE, text=True)
+            try:
+                self.assertIn("serving", serve.stdout.readline())
+                found = json.loads(run("kvferry-info", "--peer", metadata, "--key-file", key, "--json"))
+                self.assertEqual(found["selected"], "shm", found)
+                paths = {path["name"]: path for path in found["transports"]}
+                for name, available in [("inproc", False), ("shm", True), ("unix", True), ("tcp", True)]:
+                    self.assertEqual(paths[name]["available"], available, paths[name])
+                    self.assertIn(name + ":", paths[name]["reason"])
+                self.assertIn("another process", paths["inproc"]["reason"])
+                text = run("kvferry-info", "--peer", metadata, "--key-file", key)
+                self.assertIn("selected shm", text)
+                text = run("kvferry-info", "--peer", metadata, "--key-file", other, status=1)
+                self.assertIn("no transport", text)
+                self.assertIn("another pre-shared key", text)
+            finally:
+                serve.terminate()
+                self.assertEqual(serve.wait(timeout=20), 0)
+                serve.stdout.close()
 
     def test_unknown_options_are_refused(self):
         done = subprocess.run([TOOLS / "kvferry-info", "--no-such-option"], capture_output=True)

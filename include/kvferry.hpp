@@ -434,6 +434,11 @@ struct AgentConfig {
   Nanoseconds connect{0}, peer_silence{0}, heartbeat{0}, claim{0}, lease{0}, transfer{0};
   std::uint32_t max_publications = 0;
   Nanoseconds spin{0};
+  // Pre-shared key, 16 bytes or more; empty = none.
+  std::string auth_key;
+  std::string advertise;
+  bool allow_unauthenticated = false;
+  std::uint32_t data_connections = 0;
   // Receives lines up to `log_level`, on kvferry's threads; must not throw or call kvferry.
   std::function<void(std::uint32_t level, const char* text)> log;
   std::uint32_t log_level = KVF_LOG_OFF;
@@ -533,6 +538,11 @@ class Agent {
     c.transfer_ns = detail::ns(config.transfer);
     c.max_publications = config.max_publications;
     c.spin_ns = detail::ns(config.spin);
+    c.auth_key = reinterpret_cast<const std::uint8_t*>(config.auth_key.data());
+    c.auth_key_bytes = config.auth_key.size();
+    c.advertise = detail::text(config.advertise);
+    c.allow_unauthenticated = config.allow_unauthenticated ? 1 : 0;
+    c.data_connections = config.data_connections;
     c.log_level = config.log_level;
     if (log_) {
       c.log = &Agent::on_log;
@@ -739,8 +749,9 @@ class Agent {
     return Transfer(make<Transfer::Owner>(kvf_pull_begin, agent_, &desc));
   }
 
-  // kvf_receive_begin(). Transfer::offer() has the bytes for the sender.
-  Transfer receive_begin(const Receive& what) {
+  // kvf_receive_begin(). Transfer::offer() has the bytes for the sender; with a `sender` only that
+  // engine may push, and the receive fails when it is lost.
+  Transfer receive_begin(const Receive& what, const Peer* sender = nullptr) {
     kvf_receive_desc desc = KVF_RECEIVE_DESC_INIT;
     desc.key = what.key;
     desc.groups = what.groups.data();
@@ -754,6 +765,7 @@ class Agent {
     desc.priority = what.priority;
     desc.prefix_tag = what.prefix_tag;
     desc.user_data = what.user_data;
+    if (sender != nullptr) desc.peer = sender->c();
     return Transfer(make<Transfer::Owner>(kvf_receive_begin, agent_, &desc));
   }
   // kvf_push_begin().

@@ -2,7 +2,7 @@
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, RwLock, Weak};
 use std::time::Duration;
 
 use kvferry::agent::*;
@@ -138,8 +138,71 @@ fn messages_come_in_order_each_once_also_before_the_join() {
     }
 }
 
+/// Held by who breaks all links of this process, and by who would not survive that.
+static LINKS: RwLock<()> = RwLock::new(());
+
+/// Ends both directions of every connection of this process.
+fn break_links() -> usize {
+    let fds: Vec<i32> = std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .collect();
+    let is_connected = |fd: &&i32| {
+        let (mut listens, mut len) = (0i32, 4);
+        // SAFETY: an int and its size; anything but a socket is refused.
+        let known = unsafe {
+            let listens = (&raw mut listens).cast();
+            libc::getsockopt(
+                **fd,
+                libc::SOL_SOCKET,
+                libc::SO_ACCEPTCONN,
+                listens,
+                &raw mut len,
+            )
+        };
+        known == 0 && listens == 0
+    };
+    // SAFETY: what is not connected (any more) is refused.
+    let ended = |fd: &&i32| unsafe { libc::shutdown(**fd, libc::SHUT_RDWR) == 0 };
+    fds.iter().filter(is_connected).filter(ended).count()
+}
+
+/// Votes travel by these messages: a link that breaks must lose none, double none and reorder none.
+#[test]
+fn a_broken_link_loses_no_message() {
+    let _alone = LINKS.write().unwrap();
+    let ranks = engine(2);
+    let (_ear, heard) = join(&ranks[0], 5, &[1]);
+    let (_other, back) = join(&ranks[1], 5, &[0]);
+    for i in 0..2000u32 {
+        ranks[1].group_send(0, 5, i.to_le_bytes().into()).unwrap();
+        ranks[0].group_send(1, 5, i.to_le_bytes().into()).unwrap();
+        if i % 200 == 100 {
+            // Some of the messages have come, some are on their way, more follow.
+            let message = heard.recv_timeout(LONG).unwrap();
+            assert_eq!(message, Heard::Message(1, (i / 200).to_le_bytes().into()));
+            while break_links() == 0 {
+                std::thread::sleep(Duration::from_millis(1)); // the next link is being made
+            }
+        }
+    }
+    for i in 10..2000u32 {
+        assert_eq!(
+            heard.recv_timeout(LONG).unwrap(),
+            Heard::Message(1, i.to_le_bytes().into())
+        );
+    }
+    for i in 0..2000u32 {
+        assert_eq!(
+            back.recv_timeout(LONG).unwrap(),
+            Heard::Message(0, i.to_le_bytes().into())
+        );
+    }
+}
+
 #[test]
 fn a_rank_that_leaves_or_ends_is_lost_after_its_last_message() {
+    let _beside = LINKS.read().unwrap();
     let mut ranks = engine(3);
     let (_ear, heard) = join(&ranks[0], 5, &[1, 2]);
     let (_one, _) = join(&ranks[1], 5, &[0]);

@@ -317,7 +317,7 @@ fn a_receive_gets_what_is_pushed() {
         groups: want(&[], &[7, 0], skip).groups,
         ..ReceiveDesc::default()
     };
-    let receive = sink.agent.receive_begin(desc(4), None).unwrap();
+    let receive = sink.agent.receive_begin(None, desc(4), None).unwrap();
     let push = source
         .agent
         .push_begin(
@@ -338,7 +338,7 @@ fn a_receive_gets_what_is_pushed() {
     // The same with a full hit: nothing moves, both ends are told.
     let mut nothing = desc(8);
     nothing.groups[0].token_end = 8;
-    let receive = sink.agent.receive_begin(nothing, None).unwrap();
+    let receive = sink.agent.receive_begin(None, nothing, None).unwrap();
     assert_eq!(receive.poll(), KVF_OK);
     let push = source
         .agent
@@ -362,7 +362,10 @@ fn a_slot_is_busy_while_it_is_published_and_free_after() {
         groups: want(&[], &[slot], 0).groups,
         ..ReceiveDesc::default()
     };
-    let err = source.agent.receive_begin(receive(3), None).unwrap_err();
+    let err = source
+        .agent
+        .receive_begin(None, receive(3), None)
+        .unwrap_err();
     assert_eq!(err.status, KVF_ERR_SLOT_BUSY);
     assert!(
         err.text
@@ -373,7 +376,7 @@ fn a_slot_is_busy_while_it_is_published_and_free_after() {
     second.release();
     assert_eq!(ended(&first), KVF_ERR_CANCELLED);
     assert_eq!(ended(&second), KVF_ERR_CANCELLED);
-    let receive = source.agent.receive_begin(receive(3), None).unwrap();
+    let receive = source.agent.receive_begin(None, receive(3), None).unwrap();
     let err = source.agent.publish(offer(3, &[3], 4)).unwrap_err();
     assert_eq!(err.status, KVF_ERR_SLOT_BUSY);
     receive.cancel();

@@ -97,6 +97,49 @@ TEST(PrefixTag, AMismatchFailsBothSidesOfAPush) {
   EXPECT_EQ(duo.here.differs(before), "");
 }
 
+// A receive whose sender is known waits for nobody else, and not for somebody who is gone.
+kvferry::Receive wanted_by_push(const std::vector<std::int32_t>& to) {
+  kvferry::Receive what;
+  what.key = kvferry::key(1);
+  what.groups = {kvferry::wanted(0, to, 0, 8)};
+  what.deadline = 60s;
+  return what;
+}
+
+TEST(Receive, FailsWhenItsSenderDies) {
+  Duo duo;
+  const std::vector<std::int32_t> to = {5, 6};
+  auto known = duo.here.agent.receive_begin(wanted_by_push(to), &duo.peer);
+  const std::vector<std::int32_t> other = {7, 8};
+  auto unknown = duo.here.agent.receive_begin(wanted_by_push(other));
+  EXPECT_EQ(known.poll(), KVF_IN_PROGRESS);
+  duo.rank().kill(SIGKILL);
+  EXPECT_EQ(known.wait(20s), KVF_ERR_PEER_LOST);
+  EXPECT_NE(known.error_text().find("source"), std::string::npos) << known.error_text();
+  EXPECT_EQ(known.query().memory_safe, 1u);
+  EXPECT_EQ(unknown.poll(), KVF_IN_PROGRESS) << "somebody else may push";
+  // Its slots are free, and a sender that is gone already is noticed too.
+  auto late = duo.here.agent.receive_begin(wanted_by_push(to), &duo.peer);
+  EXPECT_EQ(late.wait(20s), KVF_ERR_PEER_LOST);
+}
+
+TEST(Receive, TakesNoPushOfAnotherEngine) {
+  Duo duo;
+  RemoteEngine other("other", Model{}, 1);
+  other.all("fill 9", "ok");
+  other.all("peer here " + to_hex(duo.here.engine.metadata()), "KVF_OK");
+  const std::vector<std::int32_t> to = {5, 6};
+  auto receive = duo.here.agent.receive_begin(wanted_by_push(to), &duo.peer);
+  const auto offer = to_hex(receive.offer());
+  EXPECT_EQ(other.ranks[0]->ask("push here " + offer + " 8 1,2 -1 20000 0"), "0");
+  EXPECT_EQ(other.ranks[0]->ask("wait 0 20000"), "KVF_ERR_INVALID_ARGUMENT safe");
+  EXPECT_EQ(receive.poll(), KVF_IN_PROGRESS);
+  EXPECT_EQ(duo.rank().ask("push here " + offer + " 8 1,2 -1 20000 0"), "0");
+  EXPECT_EQ(receive.wait(20s), KVF_OK) << receive.error_text();
+  EXPECT_EQ(duo.differs(1, 5), "");
+  EXPECT_EQ(duo.differs(2, 6), "");
+}
+
 TEST(Notices, Lesson43_LateRepeatedAndUnknownOnesChangeNothing) {
   Duo duo;
   const auto done = duo.publish(1, {1});

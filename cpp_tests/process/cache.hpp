@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <kvferry.hpp>
 #include <memory>
@@ -32,7 +33,7 @@ struct Shape {
   std::uint64_t view_bytes() const { return block_bytes * slots; }
 };
 
-// Deadlines short enough for tests, long enough for a busy machine.
+// KVF_TEST_LISTEN: the address. Deadlines short enough for tests, long enough for a busy machine.
 inline kvferry::AgentConfig quick(std::string name) {
   kvferry::AgentConfig config;
   config.name = std::move(name);
@@ -42,6 +43,7 @@ inline kvferry::AgentConfig quick(std::string name) {
   config.heartbeat = 500ms;
   config.lease = 3s;
   config.transfer = 20s;
+  if (const char* listen = std::getenv("KVF_TEST_LISTEN")) config.listen = listen;
   if (std::getenv("KVF_TEST_LOG") != nullptr) {
     config.log_level = KVF_LOG_DEBUG;
     config.log = [name = config.name](std::uint32_t level, const char* text) {

@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
+use crate::cuda::CallerStream;
 use crate::error::Status;
 use crate::ids::Key;
+pub use crate::wire::AuthKey;
 
 /// How long things may take. Every field has a default; `docs/protocol.md` has the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +59,15 @@ pub struct AgentConfig {
     pub max_publications: u32,
     /// How long a thread looks at a data socket before it sleeps; zero = sleep at once.
     pub spin: Duration,
+    /// Both sides of every connection must know it; `None` = no key, unless
+    /// `KVFERRY_AUTH_KEY_FILE` names one.
+    pub auth_key: Option<AuthKey>,
+    /// `host:port` that peers are told; port 0 = the one listened on, empty = as listened on.
+    pub advertise: String,
+    /// Sockets: connections of one transfer to one source agent, and those kept; 0 = as workers.
+    pub data_connections: u32,
+    /// Listen beyond loopback without a key: open to everybody who can connect.
+    pub allow_unauthenticated: bool,
 }
 
 /// A transfer's or publication's end, a peer's death: something the caller has not seen yet.
@@ -137,6 +148,8 @@ pub struct PublishDesc {
     pub aux: Vec<u8>,
     /// Hash of the last block before the published ones; 0 = none. Compared if both sides set it.
     pub prefix_tag: u64,
+    /// The slots hold their bytes when what this stream holds so far is done.
+    pub stream: Option<CallerStream>,
     /// Returned in events.
     pub user_data: u64,
 }
@@ -185,6 +198,8 @@ pub struct ImportDesc {
     pub priority: i32,
     /// Compared with the publication's if both are set.
     pub prefix_tag: u64,
+    /// Earlier users of the slots are done when what this stream holds so far is done.
+    pub stream: Option<CallerStream>,
     /// Returned in events.
     pub user_data: u64,
 }
@@ -206,6 +221,8 @@ pub struct ReceiveDesc {
     pub priority: i32,
     /// Compared with the sender's if both are set.
     pub prefix_tag: u64,
+    /// Earlier users of the slots are done when what this stream holds so far is done.
+    pub stream: Option<CallerStream>,
     /// Returned in events.
     pub user_data: u64,
 }

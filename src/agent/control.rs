@@ -10,10 +10,13 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{mpsc, oneshot};
 
 use super::api::{Event, EventKind};
+use super::gates::{Gated, Gates};
 use super::group::Groups;
+use super::handshake::Answered;
 use super::link::{INBOX, Incoming, LinkId, Socket};
 use super::notices::Notices;
 use super::offers::Offers;
+use super::opening::{Failure, Strangers};
 use super::peers::PeerShared;
 use super::reader::{Import, NewImport};
 use super::remote::{Greeting, Remote};
@@ -42,7 +45,15 @@ pub(super) enum Command {
     RemovePeer(u64),
     /// A worker has made, or failed to make, the data path to a remote agent over a link.
     Path(Incarnation, LinkId, Result<Arc<dyn DataPath>, Error>),
+    /// A worker has prepared UCX for a reader that asks for our memory.
+    Announce(Incarnation, Box<crate::wire::UcxMemory>),
     UnregisterPool(u32, Now, u64),
+    /// What a caller's stream held is done.
+    GateOpen(Gated),
+    /// A device could not be stopped: the memory of (import, job) is never safe again.
+    Stuck(u64, usize, End),
+    /// Nothing here maps the agent's pool any more.
+    Unmapped(Incarnation, u32),
     /// Pools or the agent may have become idle.
     Idle,
     Group(super::group::Order),
@@ -65,6 +76,7 @@ pub(super) enum Timer {
     Offer(u64),
     /// A channel's alarm.
     Group(u64),
+    Gates,
     Drain,
 }
 
@@ -86,7 +98,7 @@ impl std::hash::Hash for Timer {
             }
             Self::Remote(id) => id.hash(state),
             Self::Pool(id) => id.hash(state),
-            Self::Drain => {}
+            Self::Gates | Self::Drain => {}
         }
     }
 }
@@ -127,7 +139,9 @@ impl Timers {
 pub(super) struct Control {
     pub shared: Arc<Shared>,
     pub inbox: mpsc::Sender<(LinkId, Incoming)>,
-    pub dialled: mpsc::UnboundedSender<(Incarnation, Result<Socket, Error>)>,
+    pub dialled: mpsc::UnboundedSender<(Incarnation, Result<Socket, Failure>)>,
+    pub answered: mpsc::UnboundedSender<(u64, Answered)>,
+    pub strangers: Strangers,
     pub died: mpsc::UnboundedSender<LinkId>,
     pub timers: Timers,
     pub peers: HashMap<u64, Arc<PeerShared>>,
@@ -142,6 +156,7 @@ pub(super) struct Control {
     pub notices: Notices,
     pub offers: Offers,
     pub groups: Groups,
+    pub gates: Gates,
     pub drains: Vec<(Now, oneshot::Sender<bool>)>,
     pub stopping: Option<oneshot::Sender<()>>,
 }
@@ -158,11 +173,14 @@ impl Control {
     pub async fn run(shared: Arc<Shared>, mut inputs: Inputs) {
         let (inbox, mut frames) = mpsc::channel(INBOX);
         let (dialled, mut dials) = mpsc::unbounded_channel();
+        let (answered, mut answers) = mpsc::unbounded_channel();
         let (died, mut deaths) = mpsc::unbounded_channel();
         let mut control = Self {
             shared,
             inbox,
             dialled,
+            answered,
+            strangers: Strangers::default(),
             died,
             timers: Timers::default(),
             peers: HashMap::new(),
@@ -176,6 +194,7 @@ impl Control {
             notices: Notices::default(),
             offers: Offers::default(),
             groups: Groups::default(),
+            gates: Gates::default(),
             drains: Vec::new(),
             stopping: None,
         };
@@ -208,6 +227,7 @@ impl Control {
                 }
                 Some((agent, result)) = dials.recv() => control.dial_done(agent, result),
                 Some(link) = deaths.recv() => control.process_died(link),
+                Some((number, answer)) = answers.recv() => control.answered(number, answer),
                 Ok((stream, _)) = inputs.unix.accept() => control.accepted(Socket::Unix(stream)),
                 Ok((stream, _)) = inputs.tcp.accept() => {
                     let _ = stream.set_nodelay(true);
@@ -240,6 +260,7 @@ impl Control {
                 Timer::Pool(pool) => self.pool_late(pool),
                 Timer::Offer(id) => self.offer_over(id),
                 Timer::Group(channel) => self.group_alarm_due(channel),
+                Timer::Gates => self.check_gates(),
                 Timer::Drain => self.check_drains(),
             }
         }
@@ -260,11 +281,17 @@ impl Control {
             Command::Stopped(id, job, end) => {
                 self.import_event(id, crate::session::reader::Event::Stopped(job, end));
             }
+            Command::Stuck(id, job, end) => {
+                self.import_event(id, crate::session::reader::Event::SourceLost(job, end));
+            }
+            Command::GateOpen(what) => self.gate_open(what),
+            Command::Unmapped(agent, pool) => self.unmapped(agent, pool),
             Command::Tell(finished) => finished.into_iter().for_each(|f| self.tell_finished(f)),
             Command::Hold(peer, held) => self.hold(&peer, &held),
             Command::AddPeer(peer) => self.add_peer(peer),
             Command::RemovePeer(id) => self.remove_peer(id),
             Command::Path(agent, link, result) => self.path_made(agent, link, result),
+            Command::Announce(agent, ucx) => self.send_memory(agent, Some(ucx)),
             Command::UnregisterPool(pool, deadline, user_data) => {
                 self.unregister_pool(pool, deadline, user_data);
             }
@@ -298,13 +325,22 @@ impl Control {
     }
 
     /// Says "may be freed now" for pools that are leaving and have no users.
-    fn release_pools(&mut self) {
-        let mut forgotten = Vec::new();
+    pub fn release_pools(&mut self) {
+        let (mut forgotten, mut asked) = (Vec::new(), Vec::new());
         let mut state = self.shared.lock();
         for (id, pool, user_data) in state.pools.leaving_unused() {
+            if let Some(holders) = state.pools.ask_holders(id) {
+                asked.extend(holders.into_iter().map(|agent| (agent, id)));
+                continue;
+            }
             // Readers of this process may be in the middle of a piece; then we hear of it.
             let shared = self.shared.clone();
             if !pool.close(move || shared.send(Command::Idle)) {
+                continue;
+            }
+            let shared = self.shared.clone();
+            let idle = move || shared.send(Command::Idle);
+            if !self.shared.ucx.release(id, idle) {
                 continue;
             }
             forgotten.extend(state.pools.release(id));
@@ -315,6 +351,7 @@ impl Control {
         }
         drop(state);
         drop(forgotten); // unmapping is not for the lock
+        self.ask_to_unmap(asked);
     }
 
     fn pool_late(&mut self, pool: u32) {

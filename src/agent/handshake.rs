@@ -8,18 +8,27 @@ use std::time::Duration;
 
 use super::control::{Control, Timer};
 use super::link::{Incoming, Link, LinkId, Socket, connect, unix_name};
-use super::metadata::{decode_engine, incarnation};
+use super::metadata::decode_engine;
+use super::opening::{self, Failure, Identity, MAX_STRANGERS};
 use super::remote::{Greeting, LinkState};
 use super::serving::{self};
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
 use crate::session::End;
 use crate::transport::shm::PeerProcess;
+use crate::wire::opening::{Opened, Purpose};
 use crate::wire::{self, Body};
 use crate::{bail, err};
 
 /// How long the other side's link is waited for when both connected at once.
 const LINK_COMES: Duration = Duration::from_millis(300);
+
+/// What came of the opening of somebody's connection.
+pub(super) enum Answered {
+    Open(Opened, Socket),
+    /// A word for the metrics, and the reason.
+    Refused(&'static str, Error),
+}
 
 impl Control {
     pub fn dial(&mut self, agent: Incarnation) {
@@ -36,32 +45,48 @@ impl Control {
         let info = remote.info();
         let unix = (info.host == host).then(|| unix_name(agent));
         let address = info.address;
+        let own = Identity::of(&self.shared);
         tokio::spawn(async move {
-            let result = match tokio::time::timeout(timeout, connect(unix, address)).await {
+            let attempt = async {
+                let socket = connect(unix, address).await.map_err(Failure::Broken)?;
+                opening::call(&own, agent, &socket).await?;
+                Ok(socket)
+            };
+            let result = match tokio::time::timeout(timeout, attempt).await {
                 Ok(result) => result,
-                Err(_) => Err(err!(
+                Err(_) => Err(Failure::Broken(err!(
                     KVF_ERR_PEER_UNREACHABLE,
                     "no answer to a connection attempt within {timeout:?}"
-                )),
+                ))),
             };
             let _ = dialled.send((agent, result));
         });
         self.timers.set(Timer::Remote(agent), Some(now + timeout));
     }
 
-    pub fn dial_done(&mut self, agent: Incarnation, result: Result<Socket>) {
-        match result.and_then(|socket| self.greet(agent, socket)) {
-            Ok(()) => {}
-            Err(e) => self.dial_failed(agent, e),
+    pub fn dial_done(&mut self, agent: Incarnation, result: std::result::Result<Socket, Failure>) {
+        match result {
+            Ok(socket) => {
+                if let Err(e) = self.greet(agent, socket) {
+                    self.dial_failed(agent, e);
+                }
+            }
+            Err(Failure::Broken(e)) => self.dial_failed(agent, e),
+            Err(Failure::Final(e)) => {
+                let dialling = self
+                    .remotes
+                    .get(&agent)
+                    .is_some_and(|r| matches!(r.state, LinkState::Dialling(_)));
+                if dialling {
+                    self.remote_lost(agent, End::new(e.status, e.text));
+                }
+            }
         }
     }
 
     pub fn greet(&mut self, agent: Incarnation, socket: Socket) -> Result<()> {
         let own = self.shared.lock().engine()?;
         let hello = wire::Hello {
-            protocol: wire::PROTOCOL,
-            incarnation: self.shared.incarnation.0.to_vec(),
-            target: agent.0.to_vec(),
             rank: own.info.ranks[own.index].layout.coordinates.global_rank,
             engine: own.metadata.clone(),
             name: self.shared.config.name.clone(),
@@ -124,60 +149,117 @@ impl Control {
         self.timers.set(Timer::Remote(agent), Some(now + pause));
     }
 
+    /// Somebody has connected. Nothing but the opening is read before it has succeeded.
     pub fn accepted(&mut self, socket: Socket) {
+        // Another user's process is not even asked.
+        if let Some(Err(e)) = socket.process() {
+            return self.refused_connection("user", &e);
+        }
+        while self.strangers.len() + self.greetings.len() >= MAX_STRANGERS {
+            let error = err!(
+                KVF_ERR_LIMIT,
+                "{MAX_STRANGERS} connections have not said yet who they are: the oldest was closed"
+            );
+            if !self.strangers.drop_oldest() && !self.drop_oldest_greeting() {
+                break;
+            }
+            self.refused_connection("too_many", &error);
+        }
+        let number = self.strangers.number();
+        let (own, answered) = (Identity::of(&self.shared), self.answered.clone());
+        let timeout = self.shared.config.timeouts.connect;
+        let task = tokio::spawn(async move {
+            let result = tokio::time::timeout(timeout, opening::answer(&own, &socket)).await;
+            let answer = match result {
+                Ok(Ok(Ok(opened))) => Answered::Open(opened, socket),
+                Ok(Ok(Err(refusal))) => Answered::Refused(refusal.cause.name(), refusal.error),
+                Ok(Err(e)) => Answered::Refused(
+                    "broken",
+                    err!(KVF_ERR_PEER_LOST, "it ended before it was open: {e}"),
+                ),
+                Err(_) => Answered::Refused(
+                    "late",
+                    err!(KVF_ERR_DEADLINE, "it was not open within {timeout:?}"),
+                ),
+            };
+            let _ = answered.send((number, answer));
+        });
+        self.strangers.add(number, task.abort_handle());
+    }
+
+    /// The opening of a connection is over.
+    pub fn answered(&mut self, number: u64, answer: Answered) {
+        self.strangers.remove(number);
+        let (opened, socket) = match answer {
+            Answered::Open(opened, socket) => (opened, socket),
+            Answered::Refused(reason, e) => return self.refused_connection(reason, &e),
+        };
         match self.open_link(socket) {
             Ok(link) => {
                 let until = self.now() + self.shared.config.timeouts.connect;
                 self.timers.set(Timer::Greeting(link.id), Some(until));
-                self.greetings.insert(link.id, Greeting { link });
+                self.greetings.insert(link.id, Greeting { link, opened });
             }
-            Err(e) => self
-                .shared
-                .log
-                .warn(format_args!("a connection was refused: {e}")),
+            Err(e) => self.refused_connection("broken", &e),
         }
+    }
+
+    /// Counts and logs.
+    fn refused_connection(&self, reason: &'static str, e: &Error) {
+        self.shared.metrics.refused(reason);
+        self.shared
+            .log
+            .warn(format_args!("a connection was refused ({reason}): {e}"));
+    }
+
+    fn drop_oldest_greeting(&mut self) -> bool {
+        let Some(oldest) = self.greetings.keys().min().copied() else {
+            return false;
+        };
+        self.timers.set(Timer::Greeting(oldest), None);
+        self.greetings.remove(&oldest).is_some()
     }
 
     pub fn greeting_late(&mut self, link: LinkId) {
         if self.greetings.remove(&link).is_some() {
-            self.shared
-                .log
-                .info(format_args!("a connection without a hello was closed"));
+            let e = err!(KVF_ERR_DEADLINE, "it was open and said no hello");
+            self.refused_connection("late", &e);
         }
     }
 
     pub fn first_frame(&mut self, id: LinkId, incoming: Incoming) {
-        let Some(Greeting { link }) = self.greetings.remove(&id) else {
+        let Some(Greeting { link, opened }) = self.greetings.remove(&id) else {
             return;
         };
         self.timers.set(Timer::Greeting(id), None);
-        let hello = match incoming {
-            Incoming::Frame(Body::Hello(hello), _) => hello,
-            Incoming::Frame(Body::DataHello(hello), _) => return self.data_hello(link, &hello),
-            _ => return, // gone, or not our protocol: nothing of it is looked at
+        let refused = match (incoming, opened.purpose) {
+            (Incoming::Frame(Body::Hello(hello), _), Purpose::Control) => self
+                .hello(opened.agent, link, &hello)
+                .map_err(|e| ("hello", e.context(format!("agent {:?}", hello.name)))),
+            (Incoming::Frame(Body::DataHello(hello), _), Purpose::Data) => self
+                .data_hello(opened.agent, link, &hello)
+                .map_err(|e| ("data", e)),
+            (Incoming::Frame(..), _) => Err((
+                "malformed",
+                err!(KVF_ERR_PROTOCOL, "something else than a hello came first"),
+            )),
+            (Incoming::Closed(e), _) => Err(("broken", e)),
         };
-        if let Err(e) = self.hello(link, &hello) {
-            self.shared
-                .log
-                .warn(format_args!("a hello of {} was refused: {e}", hello.name));
+        if let Err((reason, e)) = refused {
+            self.refused_connection(reason, &e);
         }
     }
 
     /// A reader's data connection: a thread of its own serves it.
-    pub fn data_hello(&mut self, link: Link, hello: &wire::DataHello) {
-        let admitted = link
+    fn data_hello(&self, agent: Incarnation, link: Link, hello: &wire::DataHello) -> Result<()> {
+        let fd = link
             .into_fd()
-            .map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "data connection", &e))
-            .and_then(|fd| serving::admit(&self.shared, fd, hello));
-        if let Err(e) = admitted {
-            self.shared
-                .log
-                .warn(format_args!("a data connection was refused: {e}"));
-        }
+            .map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "data connection", &e))?;
+        serving::admit(&self.shared, fd, agent, hello)
     }
 
-    /// Decides about a connection from its hello.
-    pub fn hello(&mut self, link: Link, hello: &wire::Hello) -> Result<()> {
+    /// Decides about a link from its hello.
+    fn hello(&mut self, agent: Incarnation, link: Link, hello: &wire::Hello) -> Result<()> {
         let refuse = |link: Link, e: Error| {
             link.send(Body::Refuse(wire::Refuse {
                 status: e.status as i32,
@@ -186,28 +268,10 @@ impl Control {
             link.finish();
             Err(e)
         };
-        if hello.protocol != wire::PROTOCOL {
-            let e = err!(
-                KVF_ERR_PROTOCOL,
-                "protocol {} here, {} there: use the same release on both sides",
-                wire::PROTOCOL,
-                hello.protocol
-            );
-            return refuse(link, e);
-        }
-        if hello.target != self.shared.incarnation.0 {
-            let e = err!(
-                KVF_ERR_PEER_LOST,
-                "this is agent {:?}, not the one that was meant: it has been replaced",
-                self.shared.incarnation
-            );
-            return refuse(link, e);
-        }
         let own = match self.shared.lock().engine() {
             Ok(own) => own,
             Err(e) => return refuse(link, e),
         };
-        let agent = incarnation(&hello.incarnation)?;
         if let Some(e) = self.group_fence(agent) {
             return refuse(link, e);
         }

@@ -24,7 +24,7 @@ pub(super) type LinkId = u64;
 /// Frames that wait for the core before the peer is slowed down.
 pub(super) const INBOX: usize = 256;
 
-/// Longest frame before the peer has said who it is.
+/// Longest frame before the peer has said hello.
 const HELLO_LIMIT: usize = 8 << 20;
 
 /// A connected control socket.
@@ -35,14 +35,14 @@ pub(super) enum Socket {
 }
 
 impl Socket {
-    fn fd(&self) -> BorrowedFd<'_> {
+    pub fn fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Tcp(s) => s.as_fd(),
             Self::Unix(s) => s.as_fd(),
         }
     }
 
-    async fn io<R>(
+    pub async fn io<R>(
         &self,
         interest: Interest,
         call: impl FnMut() -> io::Result<R>,

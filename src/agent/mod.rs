@@ -9,6 +9,8 @@ mod begin;
 mod cells;
 mod control;
 mod count;
+mod device_pools;
+mod gates;
 mod group;
 mod handshake;
 mod link;
@@ -17,6 +19,7 @@ mod metadata;
 mod notices;
 mod offer;
 mod offers;
+mod opening;
 mod paths;
 mod peers;
 mod pools;
@@ -29,6 +32,7 @@ mod shared;
 mod slots;
 mod source;
 mod ticket;
+mod ucx;
 
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
@@ -37,8 +41,11 @@ use std::time::{Duration, Instant};
 
 pub use api::*;
 pub use cells::{Notice, Observer};
+pub use device_pools::cuda_info;
 pub use group::GroupEvents;
 pub use log::LogSink;
+
+pub use crate::cuda::CallerStream;
 
 use crate::bail;
 use crate::error::{Result, Status};
@@ -125,7 +132,11 @@ impl Agent {
     }
 
     fn add_pool(&self, pool: Pool) -> Result<u32> {
-        self.shared.lock().pools.add(pool)
+        self.add_pool_with(pool, None)
+    }
+
+    fn add_pool_with(&self, pool: Pool, memory: Option<crate::cuda::DeviceMemory>) -> Result<u32> {
+        self.shared.lock().pools.add(pool, memory)
     }
 
     /// First byte of a pool and its length.
@@ -174,17 +185,36 @@ impl Agent {
     /// Takes a pool back for good: as [`Self::unregister_pool`] without a deadline, and the pool is
     /// forgotten when it is released. `KVF_OK` = released now, `KVF_IN_PROGRESS` = still used.
     pub fn discard_pool(&self, pool: u32, user_data: u64) -> Status {
+        let (told, ucx_is_done) = std::sync::mpsc::channel();
         let mut state = self.shared.lock();
+        let Some(entry) = state.pools.get_mut(pool) else {
+            return Status::KVF_OK;
+        };
+        let mut idle = entry.is_released();
+        if !idle && entry.users == 0 && !entry.is_held() {
+            let shared = self.shared.clone();
+            idle = entry.pool.close(move || shared.send(Command::Idle));
+            let shared = self.shared.clone();
+            let released = move || {
+                shared.send(Command::Idle);
+                let _ = told.send(());
+            };
+            if idle && !self.shared.ucx.release(pool, released) {
+                // Our own thread, not a peer: it takes as long as the card needs for the pages.
+                drop(state);
+                idle = ucx_is_done.recv_timeout(Duration::from_secs(1)).is_ok();
+                state = self.shared.lock();
+            }
+        }
         match state.pools.get(pool) {
-            None => Status::KVF_OK,
-            Some(entry) => {
-                let shared = self.shared.clone();
-                let idle = entry.is_released()
-                    || (entry.users == 0 && entry.pool.close(move || shared.send(Command::Idle)));
-                if !idle {
-                    state.pools.leave(pool, user_data, true);
-                    return Status::KVF_IN_PROGRESS;
-                }
+            Some(entry) if !idle || (entry.users > 0 && !entry.is_released()) => {
+                state.pools.leave(pool, user_data, true);
+                drop(state);
+                // It may have become idle meanwhile; other processes are asked to unmap it.
+                self.shared.send(Command::Idle);
+                Status::KVF_IN_PROGRESS
+            }
+            _ => {
                 let entry = state.pools.remove(pool);
                 drop(state);
                 drop(entry); // unmapping is not for the lock
@@ -258,6 +288,7 @@ impl Agent {
             bytes: e.pool.bytes(),
             address: 0,
             mappable: e.pool.fd().is_some(),
+            device: None,
         });
         metadata::encode_agent(&metadata::Announced {
             rank: &rank,
@@ -474,12 +505,19 @@ impl Agent {
         })
     }
 
-    /// Offers slots to a sender; [`Transfer::offer`] has the bytes for it. Never blocks.
+    /// Offers slots to a sender; [`Transfer::offer`] has the bytes for it. With a `sender` only
+    /// that engine may push, and the receive fails when it is lost. Never blocks.
     ///
     /// # Errors
     /// As for [`Self::import_begin`].
-    pub fn receive_begin(&self, desc: ReceiveDesc, observer: Option<Observer>) -> Result<Transfer> {
-        let (cell, offer) = offer::receive(&self.shared, desc, observer)?;
+    pub fn receive_begin(
+        &self,
+        sender: Option<&Peer>,
+        desc: ReceiveDesc,
+        observer: Option<Observer>,
+    ) -> Result<Transfer> {
+        let sender = sender.map(|peer| &peer.shared);
+        let (cell, offer) = offer::receive(&self.shared, sender, desc, observer)?;
         Ok(Transfer {
             kind: TransferKind::Receive(cell, offer),
             agent: self.shared.clone(),
@@ -582,7 +620,9 @@ impl Agent {
         let control = thread.join_until(deadline);
         let workers = self.shared.workers.close(deadline);
         let data = self.shared.data.close(deadline);
-        if !control || !workers || !data {
+        let ucx = self.shared.ucx.close(deadline);
+        self.shared.devices.close();
+        if !control || !workers || !data || !ucx {
             bail!(
                 KVF_ERR_DEADLINE,
                 "agent {}: a thread is still busy after {timeout:?} and was left behind",
@@ -739,6 +779,20 @@ impl Transfer {
     /// Waits for the outcome: as `poll`, or `KVF_TIMED_OUT`.
     pub fn wait(&self, timeout: Duration) -> Status {
         self.cell().wait(timeout)
+    }
+
+    /// Makes a stream wait until the transfer has its outcome, without a block on the host.
+    ///
+    /// # Errors
+    /// A stream that is none or is captured; `KVF_ERR_UNSUPPORTED` without stream memory operations.
+    pub fn stream_wait(&self, stream: CallerStream) -> Result<()> {
+        // Before the word is there, so that a bad stream is refused in any case.
+        stream.context(&[])?;
+        if self.poll() == Status::KVF_IN_PROGRESS {
+            let word = self.agent.devices.stream_wait(stream)?;
+            self.cell().keep_until_end(Box::new(word));
+        }
+        Ok(())
     }
 
     /// Asks for its end; idempotent. The outcome tells whether it came first.

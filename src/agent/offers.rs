@@ -10,13 +10,15 @@ use std::sync::Arc;
 use super::control::Control;
 use super::notices::Finished;
 use super::peers::Route;
+use super::reader::NewImport;
+use super::shared::Shared;
 use super::ticket::key;
 use crate::bail;
 use crate::error::{Result, Status};
 use crate::ids::{Epoch, Incarnation, PublicationId};
 use crate::plan::{Pair, Plan, Policy};
-use crate::session::End;
 use crate::session::source::Event;
+use crate::session::{End, reader};
 use crate::wire::{self, Body};
 
 #[derive(Default)]
@@ -42,6 +44,28 @@ impl Control {
         match self.offers.receives.get(&offer) {
             Some(None) => Some(offer),
             _ => None,
+        }
+    }
+
+    /// Receives that wait for a push of this agent's engine.
+    pub fn receives_from(&self, agent: Incarnation) -> Vec<u64> {
+        let waits = |new: &NewImport| {
+            let sender = new.sender.as_ref().filter(|_| new.jobs.is_empty());
+            sender.is_some_and(|sender| sender.engine.index_of(agent).is_some())
+        };
+        let waiting = self.imports.iter().filter(|(_, i)| waits(&i.new));
+        waiting.map(|(id, _)| *id).collect()
+    }
+
+    /// Ends a receive that nobody can send to any more. One attention-DP index of the sender
+    /// pushes, and nobody has said which: any with all its ranks alive will do.
+    pub fn look_for_senders(&mut self, id: u64) {
+        let lost = self
+            .imports
+            .get(&id)
+            .and_then(|i| no_sender(&self.shared, &i.new));
+        if let Some(end) = lost {
+            self.import_event(id, reader::Event::NoSender(end));
         }
     }
 
@@ -148,4 +172,17 @@ impl Control {
         }
         self.offers.inward.remove(&agent);
     }
+}
+
+/// Why nobody can send to a receive whose sender is known.
+fn no_sender(shared: &Shared, new: &NewImport) -> Option<End> {
+    let sender = new.sender.as_ref().filter(|_| new.jobs.is_empty())?;
+    let (plan, own) = (sender.inward().ok()?, shared.lock().engine().ok()?);
+    let lost = |pair: &Arc<Pair>| sender.routes[pair.src].get().and_then(Result::err);
+    let mut reason = None;
+    for dp in plan.src_dps() {
+        let found = plan.sources_of(own.index, *dp).ok()?.find_map(lost);
+        reason = Some(found?);
+    }
+    reason.map(|e| End::new(e.status, e.text))
 }

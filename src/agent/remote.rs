@@ -19,6 +19,7 @@ use crate::err;
 use crate::error::{Error, Status};
 use crate::ids::{Incarnation, Key};
 use crate::session::{End, Now};
+use crate::wire::opening::Opened;
 use crate::wire::{self, Body};
 
 /// A remote agent and our connection to it.
@@ -38,6 +39,8 @@ pub(super) struct Remote {
     pub dialled: bool,
     /// The link over which memory was asked for.
     pub memory_asked: Option<LinkId>,
+    /// Pools that the agent wants to free and that may just be being mapped.
+    pub unmap: Vec<u32>,
 }
 
 pub(super) enum LinkState {
@@ -49,9 +52,10 @@ pub(super) enum LinkState {
     Up(Link),
 }
 
-/// An accepted connection whose hello has not come yet.
+/// An accepted connection that is open and whose hello has not come yet.
 pub(super) struct Greeting {
     pub link: Link,
+    pub opened: Opened,
 }
 
 impl Remote {
@@ -83,6 +87,14 @@ impl Remote {
     }
 }
 
+/// Whoever reads it later must know whom it is about.
+pub(super) fn naming(end: End, agent: &str) -> End {
+    if end.text.contains(agent) {
+        return end;
+    }
+    End::new(end.status, format!("agent {agent}: {}", end.text))
+}
+
 impl Control {
     /// The record of an agent, made if it is new.
     pub fn remote(&mut self, engine: &Arc<EngineInfo>, index: usize) -> &mut Remote {
@@ -101,6 +113,7 @@ impl Control {
                 last_heard: now,
                 dialled: false,
                 memory_asked: None,
+                unmap: Vec::new(),
             })
     }
 
@@ -329,12 +342,7 @@ impl Control {
         let Some(remote) = self.remotes.remove(&agent) else {
             return;
         };
-        // Whoever reads it later must know whom it is about.
-        let name = remote.info().name.as_str();
-        let end = match end.text.contains(name) {
-            true => end,
-            false => End::new(end.status, format!("agent {name}: {}", end.text)),
-        };
+        let end = naming(end, &remote.info().name);
         self.timers.set(Timer::Remote(agent), None);
         if let LinkState::Up(link) | LinkState::Greeting(link, _) = &remote.state {
             self.link_owner.remove(&link.id);
@@ -368,6 +376,8 @@ impl Control {
         if !self.remotes.values().any(|r| r.engine.id() == engine) {
             self.outward.remove(&engine);
         }
+        // Its process may have been the last one that had a pool mapped.
+        self.release_pools();
     }
 
     /// Sends to an agent if its link is up; what must not be lost is repeated by its owner.
@@ -390,15 +400,25 @@ impl Control {
         match body {
             Body::Welcome(w) => self.welcome(agent, link, &w),
             Body::Refuse(r) => self.refused(agent, link, r),
-            Body::MemoryRequest(_) => self.send_memory(agent),
+            Body::MemoryRequest(m) => self.memory_requested(agent, m),
             Body::Memory(m) => self.memory(agent, link, m, fds),
             Body::Heartbeat(_) => self.answer_heartbeat(agent),
             Body::Hello(_) => {}
             Body::Group(m) => self.on_group(agent, m),
-            Body::DataHello(_) | Body::DataOpen(_) | Body::DataRead(_) | Body::DataClose(_) => {
-                let text = "a data message on a control link";
+            Body::DataHello(_)
+            | Body::DataOpen(_)
+            | Body::DataRead(_)
+            | Body::DataClose(_)
+            | Body::Open(_)
+            | Body::Challenge(_)
+            | Body::Proof(_)
+            | Body::Accepted(_) => {
+                let text = "a message that has no place on a control link";
                 self.remote_lost(agent, End::new(Status::KVF_ERR_PROTOCOL, text));
             }
+            Body::Readable(m) => self.on_readable(agent, &m),
+            Body::Unmap(m) => self.on_unmap(agent, m.pool),
+            Body::Unmapped(m) => self.on_unmapped(agent, m.pool),
             Body::Claim(m) => self.on_claim(agent, &m),
             Body::Published(m) => self.on_published(agent, &m),
             Body::Renew(m) => self.on_renew(agent, &m),

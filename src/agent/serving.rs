@@ -4,14 +4,16 @@ use std::collections::HashMap;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::api::{ImportGroup, ImportState};
+use super::api::{ImportGroup, ImportState, Timeouts};
 use super::begin::{Wants, bind};
 use super::lock;
 use super::metadata::{EngineInfo, RankInfo, incarnation};
-use super::shared::{OwnEngine, Shared, random};
+use super::opening::{Identity, call_blocking};
+use super::shared::{Shared, random};
 use super::ticket::key;
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
@@ -19,7 +21,9 @@ use crate::memory::Pool;
 use crate::plan::{Pair, Plan, Policy};
 use crate::runtime::{Thread, spawn};
 use crate::transport::tcp::{Opened, Serving, Source, Stream, serve};
-use crate::wire::{self, Body, DataHello, DataOpen, DataPart, Decoder, Frame};
+use crate::wire::{
+    self, Body, DataHello, DataOpen, DataPart, Decoder, Frame, pack_slots, unpack_slots,
+};
 use crate::{bail, err};
 
 /// Data connections that one agent serves at most.
@@ -32,6 +36,28 @@ pub(super) struct Reader {
     engine: Arc<EngineInfo>,
     /// Its place in `engine.ranks`.
     index: usize,
+    /// What we move to it; planned when it first asks.
+    pair: Arc<OnceLock<Arc<Pair>>>,
+}
+
+impl Reader {
+    /// # Errors
+    /// The layouts do not fit, or we hold nothing that the reader needs.
+    fn pair(&self, shared: &Shared) -> Result<Arc<Pair>> {
+        if let Some(pair) = self.pair.get() {
+            return Ok(pair.clone());
+        }
+        let own = shared.lock().engine()?;
+        let plan = Plan::new(&own.info.layouts(), &self.engine.layouts(), Policy::Spread)?;
+        let mut out = plan.out_of_source(own.index);
+        match out.find(|pair| pair.dst == self.index) {
+            Some(pair) => Ok(self.pair.get_or_init(|| pair.clone()).clone()),
+            None => bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "this rank moves nothing to the reader"
+            ),
+        }
+    }
 }
 
 /// Tokens given out and connections served.
@@ -64,6 +90,7 @@ impl DataConnections {
                 agent,
                 engine,
                 index,
+                pair: Arc::default(),
             },
         );
         token.to_vec()
@@ -104,14 +131,21 @@ impl DataConnections {
 ///
 /// # Errors
 /// A token that was not given out, or too many connections.
-pub(super) fn admit(shared: &Arc<Shared>, fd: OwnedFd, hello: &DataHello) -> Result<()> {
+pub(super) fn admit(
+    shared: &Arc<Shared>,
+    fd: OwnedFd,
+    agent: Incarnation,
+    hello: &DataHello,
+) -> Result<()> {
     let token = incarnation(&hello.token)?.0;
     let stream = Stream::new(fd).map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "socket", &e))?;
+    let times = &shared.config.timeouts;
+    stream.watch_peer(times.heartbeat, times.peer_silence);
     let stream = Arc::new(stream);
     let (reader, number) = {
         let mut inner = lock(&shared.data.inner);
         let reader = match inner.tokens.get(&token) {
-            Some(reader) if reader.agent.0 == hello.incarnation[..] => reader.clone(),
+            Some(reader) if reader.agent == agent => reader.clone(),
             _ => bail!(KVF_ERR_AUTH, "a data connection without a valid token"),
         };
         if inner.closed || inner.open.len() >= MAX_CONNECTIONS {
@@ -136,7 +170,6 @@ pub(super) fn admit(shared: &Arc<Shared>, fd: OwnedFd, hello: &DataHello) -> Res
         let source = Publications {
             shared: serving.clone(),
             reader,
-            pair: OnceLock::new(),
         };
         let mut welcome = Vec::new();
         let frame = Frame {
@@ -171,37 +204,13 @@ pub(super) fn admit(shared: &Arc<Shared>, fd: OwnedFd, hello: &DataHello) -> Res
 struct Publications {
     shared: Arc<Shared>,
     reader: Reader,
-    /// What we send to the reader's rank; planned with the first job of the connection.
-    pair: OnceLock<Arc<Pair>>,
-}
-
-impl Publications {
-    fn pair(&self, own: &OwnEngine) -> Result<&Arc<Pair>> {
-        if let Some(pair) = self.pair.get() {
-            return Ok(pair);
-        }
-        let engine = &self.reader.engine;
-        let plan = Plan::new(&own.info.layouts(), &engine.layouts(), Policy::Spread)?;
-        let pair = plan
-            .out_of_source(own.index)
-            .find(|pair| pair.dst == self.reader.index);
-        match pair {
-            Some(pair) => Ok(self.pair.get_or_init(|| pair.clone())),
-            None => bail!(
-                KVF_ERR_INVALID_ARGUMENT,
-                "this rank moves nothing to the reader"
-            ),
-        }
-    }
 }
 
 impl Source for Publications {
     fn open(&self, open: &DataOpen) -> Result<Opened> {
-        let (cell, own) = {
-            let state = self.shared.lock();
-            let cell = state.published.get(&open.epoch).and_then(|c| c.upgrade());
-            (cell, state.engine()?)
-        };
+        let state = self.shared.lock();
+        let cell = state.published.get(&open.epoch).and_then(|c| c.upgrade());
+        drop(state);
         let Some(cell) = cell.filter(|c| c.id.key == key(open.key)) else {
             bail!(
                 KVF_ERR_EXPIRED,
@@ -210,11 +219,13 @@ impl Source for Publications {
                 open.epoch
             );
         };
-        let bindings = bind(self.pair(&own)?, &wants(open), &cell.entry)?;
+        let pair = self.reader.pair(&self.shared)?;
+        let bindings = bind(&pair, &wants(open)?, &cell.entry)?;
         let (leases, lease) = (self.shared.leases.clone(), cell.lease);
         Ok(Opened {
             bindings: bindings.into_iter().map(|(_, binding)| binding).collect(),
-            holds: Box::new(move || leases.holds(lease)),
+            // A reader that did not wait for the source's stream is refused like a late one.
+            holds: Box::new(move || cell.readable.load(Ordering::Acquire) && leases.holds(lease)),
         })
     }
 
@@ -223,29 +234,30 @@ impl Source for Publications {
     }
 }
 
-fn wants(open: &DataOpen) -> Wants {
-    let (states, groups): (Vec<&DataPart>, _) = open.parts.iter().partition(|p| p.state);
-    Wants {
-        groups: groups
-            .into_iter()
-            .map(|p| ImportGroup {
-                group: p.group,
-                slots: p.slots.clone(),
-                first_ordinal: p.first_ordinal,
-                skip_token: p.skip_token,
-                token_end: p.token_end,
-            })
-            .collect(),
-        states: states
-            .into_iter()
-            .map(|p| ImportState {
-                group: p.group,
-                slot: p.slots.first().copied().unwrap_or(-1),
-                as_of_token: p.token_end,
-            })
-            .collect(),
+fn wants(open: &DataOpen) -> Result<Wants> {
+    let mut wants = Wants {
+        groups: Vec::new(),
+        states: Vec::new(),
         prefix_tag: 0,
+    };
+    for part in &open.parts {
+        let slots = unpack_slots(&part.slots)?;
+        match part.state {
+            false => wants.groups.push(ImportGroup {
+                group: part.group,
+                slots,
+                first_ordinal: part.first_ordinal,
+                skip_token: part.skip_token,
+                token_end: part.token_end,
+            }),
+            true => wants.states.push(ImportState {
+                group: part.group,
+                slot: slots.first().copied().unwrap_or(-1),
+                as_of_token: part.token_end,
+            }),
+        }
     }
+    Ok(wants)
 }
 
 /// What a source must know to derive the copies of an import.
@@ -253,7 +265,7 @@ pub(super) fn data_open(wants: &Wants, key: crate::ids::Key, epoch: u64) -> Data
     let groups = wants.groups.iter().map(|g| DataPart {
         group: g.group,
         state: false,
-        slots: g.slots.clone(),
+        slots: pack_slots(&g.slots),
         first_ordinal: g.first_ordinal,
         skip_token: g.skip_token,
         token_end: g.token_end,
@@ -261,7 +273,7 @@ pub(super) fn data_open(wants: &Wants, key: crate::ids::Key, epoch: u64) -> Data
     let states = wants.states.iter().map(|s| DataPart {
         group: s.group,
         state: true,
-        slots: vec![s.slot],
+        slots: pack_slots(&[s.slot]),
         first_ordinal: 0,
         skip_token: 0,
         token_end: s.as_of_token,
@@ -288,28 +300,24 @@ pub(super) fn dialler(
     door: Door,
     token: Vec<u8>,
 ) -> impl Fn() -> Result<Stream> + Send + Sync + use<> {
-    let hello = DataHello {
-        protocol: wire::PROTOCOL,
-        incarnation: shared.incarnation.0.to_vec(),
-        token,
-    };
-    let (timeout, expected, name) = (
-        shared.config.timeouts.connect,
-        source.incarnation,
-        source.name.clone(),
-    );
+    let hello = DataHello { token };
+    let own = Identity::of(shared);
+    let times = shared.config.timeouts;
+    let (expected, name) = (source.incarnation, source.name.clone());
     move || {
-        dial(&door, &hello, expected, timeout)
+        dial(&door, &own, &hello, expected, &times)
             .map_err(|e| e.context(format!("data connection to agent {name}")))
     }
 }
 
 fn dial(
     door: &Door,
+    own: &Identity,
     hello: &DataHello,
     expected: Incarnation,
-    timeout: Duration,
+    times: &Timeouts,
 ) -> Result<Stream> {
+    let timeout = times.connect;
     let system = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "connect", &e);
     let fd: OwnedFd = match door {
         Door::Tcp(address) => {
@@ -320,6 +328,8 @@ fn dial(
         Door::Unix(name) => super::link::connect_unix_std(name).map_err(system)?.into(),
     };
     let stream = Stream::new(fd).map_err(system)?;
+    stream.watch_peer(times.heartbeat, times.peer_silence);
+    call_blocking(own, expected, &stream, timeout)?;
     let mut bytes = Vec::new();
     wire::encode(
         &Frame {

@@ -1,6 +1,6 @@
 //! Making an agent: configuration, sockets, threads.
 
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -16,19 +16,25 @@ use crate::ids::Incarnation;
 use crate::memory::LeaseTable;
 use crate::observe::marks;
 use crate::runtime::{EventQueue, Thread, Workers, check_affinity, spawn};
+use crate::wire::AuthKey;
 use crate::{bail, err};
 
 const DEFAULT_WORKERS: u32 = 2;
 const MAX_WORKERS: u32 = 256;
 const DEFAULT_PUBLICATIONS: u32 = 65_536;
 const MAX_PUBLICATIONS: u32 = 1 << 24;
+/// Environment variable with the path of a file that holds the pre-shared key.
+const KEY_FILE: &str = "KVFERRY_AUTH_KEY_FILE";
 const TRANSPORTS: [&str; 6] = ["inproc", "shm", "unix", "tcp", "ucx", "cuda_ipc"];
 
 pub(super) fn start(
-    config: AgentConfig,
+    mut config: AgentConfig,
     log: Option<(u32, LogSink)>,
 ) -> Result<(Arc<Shared>, Thread)> {
-    let address = check(&config)?;
+    if config.auth_key.is_none() {
+        config.auth_key = key_file()?;
+    }
+    let listen = check(&config)?;
     marks::watch_forks()?;
     let incarnation = Incarnation(random()?);
     let publications = match config.max_publications {
@@ -36,12 +42,13 @@ pub(super) fn start(
         given => given,
     };
     let leases = Arc::new(LeaseTable::create(publications)?);
-    let tcp = std::net::TcpListener::bind(address)
+    let tcp = std::net::TcpListener::bind(listen)
         .and_then(|l| l.set_nonblocking(true).map(|()| l))
-        .map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, format!("listen on {address}"), &e))?;
+        .map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, format!("listen on {listen}"), &e))?;
     let address = tcp
         .local_addr()
         .map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "listen", &e))?;
+    let address = announced(&config, address)?;
     let (commands, received) = mpsc::unbounded_channel();
     let name = thread_name(&config.name);
     let count = match config.workers {
@@ -117,6 +124,23 @@ pub(super) fn thread_name(agent: &str) -> String {
     format!("kvf-{short}")
 }
 
+/// The key in the file that the environment names.
+fn key_file() -> Result<Option<AuthKey>> {
+    let Some(path) = std::env::var_os(KEY_FILE).filter(|p| !p.is_empty()) else {
+        return Ok(None);
+    };
+    let place = || format!("the environment variable {KEY_FILE} names {path:?}");
+    let mut bytes =
+        std::fs::read(&path).map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, place(), &e))?;
+    // What an editor or `echo` adds is no part of the key.
+    if bytes.ends_with(b"\n") {
+        bytes.pop();
+    }
+    AuthKey::new(bytes)
+        .map(Some)
+        .map_err(|e| e.context(place()))
+}
+
 /// Checks the configuration; the address to listen on.
 fn check(config: &AgentConfig) -> Result<SocketAddr> {
     if config.workers > MAX_WORKERS {
@@ -131,6 +155,13 @@ fn check(config: &AgentConfig) -> Result<SocketAddr> {
             KVF_ERR_INVALID_ARGUMENT,
             "max_publications is {}, at most {MAX_PUBLICATIONS}",
             config.max_publications
+        );
+    }
+    if config.data_connections > MAX_WORKERS {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "data_connections is {}, at most {MAX_WORKERS}: each needs a worker",
+            config.data_connections
         );
     }
     if let Some(unknown) = config
@@ -161,19 +192,49 @@ fn check(config: &AgentConfig) -> Result<SocketAddr> {
         "" => "127.0.0.1:0",
         given => given,
     };
-    let mut addresses = listen
-        .to_socket_addrs()
-        .map_err(|e| err!(KVF_ERR_INVALID_ARGUMENT, "listen {listen:?}: {e}"))?;
-    let Some(address) = addresses.next() else {
+    let address = resolve("listen", listen)?;
+    if !address.ip().is_loopback() && config.auth_key.is_none() && !config.allow_unauthenticated {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
-            "listen {listen:?} names no address"
+            "listening on {address} lets other hosts connect: give a pre-shared key (auth_key, or the \
+             environment variable {KEY_FILE}), or set allow_unauthenticated, which opens the agent to \
+             everybody who can connect"
         );
+    }
+    // Known before anything is made.
+    announced(config, address)?;
+    Ok(address)
+}
+
+fn resolve(what: &str, text: &str) -> Result<SocketAddr> {
+    let mut addresses = text
+        .to_socket_addrs()
+        .map_err(|e| err!(KVF_ERR_INVALID_ARGUMENT, "{what} {text:?}: {e}"))?;
+    addresses
+        .next()
+        .ok_or_else(|| err!(KVF_ERR_INVALID_ARGUMENT, "{what} {text:?} names no address"))
+}
+
+/// The address that goes into the metadata: one that others can connect to.
+fn announced(config: &AgentConfig, listening: SocketAddr) -> Result<SocketAddr> {
+    let mut address = match config.advertise.as_str() {
+        "" => listening,
+        given => resolve("advertise", given)?,
     };
-    if !address.ip().is_loopback() {
+    if address.port() == 0 {
+        address.set_port(listening.port());
+    }
+    let local = match address.ip() {
+        IpAddr::V4(_) => false,
+        // Its zone means something on this host only.
+        IpAddr::V6(ip) => ip.is_unicast_link_local(),
+    };
+    if address.ip().is_unspecified() || address.ip().is_multicast() || local {
         bail!(
-            KVF_ERR_UNSUPPORTED,
-            "listening on {address}: only loopback addresses are served until connections can be authenticated"
+            KVF_ERR_INVALID_ARGUMENT,
+            "peers cannot connect to {}: set advertise to an address of this host that they reach, as \
+             host:port, or host:0 for the port that is listened on",
+            address.ip()
         );
     }
     Ok(address)

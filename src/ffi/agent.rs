@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::boundary::guard;
-use super::checks::nanos_or;
+use super::checks::{flag, nanos_or};
 use super::handle::{Object, Shared, destroy};
 use super::log::{KVF_LOG_DEBUG, KVF_LOG_OFF, Log, kvf_log_fn};
 use super::structs::{Out, OutArray, abi_struct, put_bytes, read, read_plain, read_text, view};
-use crate::agent::{Agent, AgentConfig, Timeouts};
+use crate::agent::{Agent, AgentConfig, AuthKey, Timeouts};
 use crate::bail;
 use crate::error::{Result, Status, kvf_status};
 
@@ -28,7 +28,8 @@ pub struct kvf_agent_config {
     pub workers: u32,
     /// Appears in messages and thread names, need not be unique; NULL = "kvferry".
     pub name: *const c_char,
-    /// `host:port` for other agents; NULL = 127.0.0.1 and any port.
+    /// `host:port` for other agents; NULL = 127.0.0.1 and any port. An address that is not loopback
+    /// needs `auth_key` or `allow_unauthenticated`.
     pub listen: *const c_char,
     /// CPUs that the agent's threads may run on; NULL = those of the calling thread.
     pub affinity: *const u32,
@@ -62,11 +63,30 @@ pub struct kvf_agent_config {
     pub log_arg: *mut c_void,
     /// How long a thread looks at a data socket before it sleeps, in ns; 0 = it sleeps at once.
     pub spin_ns: u64,
+    /// Pre-shared key: `auth_key_bytes` random bytes (16 to 4096), the same for all agents that may
+    /// talk to each other. Copied, and overwritten when the agent ends. NULL = the content of the
+    /// file that the environment variable `KVFERRY_AUTH_KEY_FILE` names, without one trailing
+    /// newline; without that, no key. Both sides of every connection prove that they know it; it
+    /// encrypts nothing.
+    pub auth_key: *const u8,
+    /// Bytes of `auth_key`.
+    pub auth_key_bytes: usize,
+    /// `host:port` that peers are told to connect to; port 0 = the one listened on. Needed where
+    /// `listen` is a wildcard (0.0.0.0, [::]) or peers see another address; NULL = as listened on.
+    pub advertise: *const c_char,
+    /// 1: listen beyond loopback without a key. **Open to everybody who can connect**: they may read
+    /// what is published and disturb what runs. No meaning with a key.
+    pub allow_unauthenticated: u32,
+    /// Sockets (`tcp`, `unix`): connections over which one transfer reads from one source agent at
+    /// once, and that are kept for the next one. Each needs a worker; 0 = as many as workers, at
+    /// most 256.
+    pub data_connections: u32,
 }
 abi_struct!(head kvf_agent_config {
     struct_size, abi_version, workers, name, listen, affinity, num_affinity, transports,
     fingerprint, connect_ns, peer_silence_ns, heartbeat_ns, claim_ns, lease_ns, transfer_ns,
-    max_publications, log_level, log, log_arg, spin_ns,
+    max_publications, log_level, log, log_arg, spin_ns, auth_key,
+    auth_key_bytes, advertise, allow_unauthenticated, data_connections,
 });
 
 /// A slot that an ended transfer may still write to.
@@ -89,7 +109,8 @@ abi_struct!(elem kvf_quarantined_slot { transfer, group, slot });
 ///
 /// @param[in]  config  Start from KVF_AGENT_CONFIG_INIT. Not kept.
 /// @param[out] agent   Receives the agent; end it with kvf_agent_destroy().
-/// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for an unknown transport, address or log level;
+/// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for an unknown transport, address or log level, a key of a wrong
+///         size, an address beyond loopback without a key, or one that peers cannot connect to;
 ///         KVF_ERR_SYSTEM or KVF_ERR_NO_MEMORY when the system refuses sockets, threads or memory.
 ///
 /// # Safety
@@ -139,6 +160,13 @@ impl kvf_agent_config {
         let text = |text, what| unsafe { read_text(text, what) }.map(Option::unwrap_or_default);
         let name = text(self.name, "config.name")?;
         let default = Timeouts::default();
+        let what = "config.auth_key";
+        // SAFETY: as above.
+        let key = unsafe { read_plain(self.auth_key, self.auth_key_bytes, what) }?;
+        let auth_key = match key.is_empty() {
+            true => None,
+            false => Some(AuthKey::new(key).map_err(|e| e.context(what))?),
+        };
         let config = AgentConfig {
             name: if name.is_empty() {
                 "kvferry".to_owned()
@@ -166,6 +194,13 @@ impl kvf_agent_config {
             },
             max_publications: self.max_publications,
             spin: Duration::from_nanos(self.spin_ns),
+            advertise: text(self.advertise, "config.advertise")?,
+            allow_unauthenticated: flag(
+                self.allow_unauthenticated,
+                "config.allow_unauthenticated",
+            )?,
+            data_connections: self.data_connections,
+            auth_key,
         };
         Ok((config, log))
     }

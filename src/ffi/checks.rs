@@ -22,19 +22,19 @@ pub(crate) fn must_be_zero(value: u32, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a stream for as long as there is no CUDA.
+/// A field that is 0 or 1.
 ///
 /// # Errors
-/// `KVF_ERR_UNSUPPORTED`.
-pub(crate) fn no_stream(stream: *mut c_void, what: &str) -> Result<()> {
-    if !stream.is_null() {
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "{what} is set, but this library does not serve CUDA streams yet; synchronise the \
-             stream and pass NULL"
-        );
+/// `KVF_ERR_INVALID_ARGUMENT`.
+pub(crate) fn flag(value: u32, what: &str) -> Result<bool> {
+    match value {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "{what} is {other}, neither 0 nor 1"
+        ),
     }
-    Ok(())
 }
 
 /// Bytes that must be there.

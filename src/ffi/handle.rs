@@ -134,6 +134,28 @@ impl<T> Use<'_, T> {
     }
 }
 
+/// The object of an optional handle, which must belong to the agent; `None` for NULL.
+///
+/// # Errors
+/// As [`Object::enter`] and [`Use::must_belong_to`].
+///
+/// # Safety
+/// `handle` must be NULL or live for `'a`.
+pub(crate) unsafe fn optional<'a, H: 'a, T: 'a>(
+    handle: *const H,
+    object: fn(&'a H) -> &'a Object<T>,
+    agent: &Arc<Shared>,
+    what: &str,
+) -> Result<Option<Use<'a, T>>> {
+    // SAFETY: the caller's contract.
+    let Some(handle) = (unsafe { handle.as_ref() }) else {
+        return Ok(None);
+    };
+    let object = object(handle).enter(what)?;
+    object.must_belong_to(agent, what)?;
+    Ok(Some(object))
+}
+
 impl<T> Deref for Use<'_, T> {
     type Target = T;
 

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use super::agent::kvf_agent;
 use super::boundary::guard;
-use super::checks::{no_stream, read_blob};
+use super::checks::read_blob;
 use super::event::kvf_key;
-use super::handle::Object;
+use super::handle::{Object, optional};
 use super::import::{
     kvf_import_group, kvf_import_state, kvf_slot_ref, read_import_groups, read_import_states,
     read_owned_only,
@@ -18,7 +18,7 @@ use super::publication::{
 };
 use super::structs::{Out, abi_struct, read, read_plain, view};
 use super::transfer::kvf_transfer;
-use crate::agent::{PublishDesc, ReceiveDesc};
+use crate::agent::{CallerStream, PublishDesc, ReceiveDesc};
 use crate::bail;
 use crate::error::{Result, kvf_status};
 
@@ -52,7 +52,8 @@ pub struct kvf_receive_desc {
     pub owned_only_elem_size: usize,
     /// Elements of `owned_only`.
     pub num_owned_only: usize,
-    /// CUstream: earlier users of the slots are done when what is enqueued so far is done.
+    /// CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
+    /// they are done now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
     pub stream: *mut c_void,
     /// From now, in ns; 0 = the agent's `transfer_ns`.
     pub deadline_ns: u64,
@@ -60,11 +61,14 @@ pub struct kvf_receive_desc {
     pub prefix_tag: u64,
     /// Returned in the transfer's events.
     pub user_data: u64,
+    /// The engine that will push: nobody else may, and the receive fails at once when that engine is
+    /// lost. NULL = any engine; then the deadline alone ends a receive that nobody answers.
+    pub peer: *const kvf_peer,
 }
 abi_struct!(head kvf_receive_desc {
     struct_size, abi_version, priority, key, groups, groups_elem_size, num_groups, states,
     states_elem_size, num_states, owned_only, owned_only_elem_size, num_owned_only, stream,
-    deadline_ns, prefix_tag, user_data,
+    deadline_ns, prefix_tag, user_data, peer,
 });
 
 /// A push into slots that the destination opened.
@@ -95,7 +99,8 @@ pub struct kvf_push_desc {
     pub states_elem_size: usize,
     /// Elements of `states`.
     pub num_states: usize,
-    /// CUstream: the slots are readable when what is enqueued so far is done.
+    /// CUstream: the slots are readable when what is enqueued so far is done. NULL = they are
+    /// readable now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
     pub stream: *mut c_void,
     /// From now, in ns; 0 = the agent's `transfer_ns`.
     pub deadline_ns: u64,
@@ -120,10 +125,10 @@ abi_struct!(head kvf_push_desc {
 /// @param      agent     The agent.
 /// @param[in]  desc      Start from KVF_RECEIVE_DESC_INIT. Nothing of it is kept.
 /// @param[out] transfer  Receives the transfer; end it with kvf_transfer_destroy().
-/// @return As kvf_import_begin().
+/// @return As kvf_import_begin(); KVF_ERR_INCOMPATIBLE if the layout of `desc->peer` does not fit.
 ///
 /// # Safety
-/// @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
+/// @p agent and `desc->peer` (if not NULL) must be live, @p desc point to `desc->struct_size` readable bytes and its pointers to
 /// what they say, @p transfer be writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_receive_begin(
@@ -138,7 +143,8 @@ pub unsafe extern "C" fn kvf_receive_begin(
         let desc = unsafe { read(desc, "desc") }?;
         // SAFETY: the caller's contract.
         let out = unsafe { Out::new(transfer, "transfer") }?;
-        no_stream(desc.stream, "desc.stream")?;
+        // SAFETY: the caller's contract.
+        let sender = unsafe { optional(desc.peer, |p| &p.0, &agent, "desc.peer") }?;
         // SAFETY: the caller's contract.
         let receive = unsafe {
             ReceiveDesc {
@@ -153,10 +159,11 @@ pub unsafe extern "C" fn kvf_receive_begin(
                 deadline: Duration::from_nanos(desc.deadline_ns),
                 priority: desc.priority,
                 prefix_tag: desc.prefix_tag,
+                stream: CallerStream::new(desc.stream),
                 user_data: desc.user_data,
             }
         };
-        let core = agent.core.receive_begin(receive, None)?;
+        let core = agent.core.receive_begin(sender.as_deref(), receive, None)?;
         out.set_handle(kvf_transfer(Object::child(&agent, core)));
         Ok(())
     })
@@ -215,7 +222,6 @@ impl kvf_push_desc {
                 self.priority
             );
         }
-        no_stream(self.stream, "desc.stream")?;
         // SAFETY: the caller's contract.
         unsafe {
             Ok((
@@ -233,6 +239,7 @@ impl kvf_push_desc {
                     )?,
                     aux: read_plain(self.aux.cast::<u8>(), self.aux_bytes, "desc.aux")?,
                     prefix_tag: self.prefix_tag,
+                    stream: CallerStream::new(self.stream),
                     user_data: self.user_data,
                     ..PublishDesc::default()
                 },

@@ -131,6 +131,7 @@ pub struct Metrics {
     granted: IntCounter,
     expired: IntCounter,
     late: IntCounterVec,
+    refused: IntCounterVec,
     leases: IntGauge,
     running: IntGauge,
     quarantined_transfers: IntGauge,
@@ -209,6 +210,11 @@ impl Metrics {
                 "late_notices_total",
                 "Late, repeated or unknown notices of a peer, which changed nothing",
                 &["peer", "notice"],
+            )?,
+            refused: make.counters(
+                "refused_connections_total",
+                "Connections of others that were refused, by reason",
+                &["reason"],
             )?,
             leases: make.gauge("leases", "Publications whose lease holds")?,
             running: make.gauge(
@@ -308,6 +314,11 @@ impl Metrics {
     /// Counts a notice that changed nothing.
     pub fn late(&self, peer: &str, notice: Notice) {
         self.late.with_label_values(&[peer, notice.name()]).inc();
+    }
+
+    /// Counts a connection of somebody else that was refused.
+    pub fn refused(&self, reason: &str) {
+        self.refused.with_label_values(&[reason]).inc();
     }
 
     /// All metrics with their present values.

@@ -1,5 +1,7 @@
 //! Block tables of a request: checked, paired by ordinal, neighbours joined.
 
+use std::collections::BTreeMap;
+
 use super::form::Segment;
 use super::meeting::{Meeting, Side};
 use crate::error::{Error, Result};
@@ -8,28 +10,39 @@ use crate::{bail, err};
 /// Ids must be slots that the views have, none twice.
 pub(super) fn check_ids(slots: &[i32], limit: u32) -> Result<()> {
     let mut seen = vec![0u64; limit.div_ceil(64) as usize];
-    for (i, slot) in slots.iter().enumerate() {
+    // Thousands of entries on the caller's thread: who was seen before is found out afterwards.
+    let mut twice = 0;
+    for slot in slots {
         let id = *slot as u32;
-        if id >= limit {
-            if *slot == -1 {
-                continue;
-            }
+        if let Some(word) = seen.get_mut((id / 64) as usize)
+            && id < limit
+        {
+            twice |= *word >> (id % 64) & 1;
+            *word |= 1 << (id % 64);
+        } else if *slot != -1 {
+            let entry = slots.iter().position(|s| s == slot).unwrap_or_default();
             bail!(
                 KVF_ERR_OUT_OF_RANGE,
-                "entry {i} of the table is slot {slot}; the view has {limit}"
+                "entry {entry} of the table is slot {slot}; the view has {limit}"
             );
         }
-        let (word, bit) = (&mut seen[(id / 64) as usize], 1u64 << (id % 64));
-        if *word & bit != 0 {
-            let first = slots.iter().position(|s| s == slot).unwrap_or(i);
-            bail!(
-                KVF_ERR_DUPLICATE,
-                "entries {first} and {i} of the table are both slot {slot}"
-            );
-        }
-        *word |= bit;
     }
-    Ok(())
+    match twice {
+        0 => Ok(()),
+        _ => Err(given_twice(slots)),
+    }
+}
+
+/// Error for a table with a slot that is there twice.
+fn given_twice(slots: &[i32]) -> Error {
+    let mut first = BTreeMap::new();
+    let mut held = slots.iter().enumerate().filter(|(_, slot)| **slot != -1);
+    let pair = held.find_map(|(i, slot)| Some((first.insert(slot, i)?, i, slot)));
+    let (first, second, slot) = pair.unwrap_or((0, 0, &-1));
+    err!(
+        KVF_ERR_DUPLICATE,
+        "entries {first} and {second} of the table are both slot {slot}"
+    )
 }
 
 /// One side's table.
@@ -128,30 +141,31 @@ impl Walk<'_> {
         let of = |t: &Table<'_>| (begin - t.before) as usize..(end - t.before) as usize;
         let src = &self.src.slots[of(&self.src)];
         let dst = &self.dst.slots[of(&self.dst)];
-        let breaks = |w: &[i32]| w[1] != w[0].wrapping_add(1);
-        let joints = src.windows(2).zip(dst.windows(2));
-        let segments = 1 + joints.filter(|(s, d)| breaks(s) | breaks(d)).count();
-        self.segments.reserve_exact(segments);
         let mut next = (0, 0); // slots that continue the last segment
         for (i, (s, d)) in src.iter().zip(dst).enumerate() {
-            if *s < 0 {
-                return Err(self.src.hole(begin - self.src.before + i as u64, "source"));
-            }
-            if *d < 0 {
-                return Err(self
-                    .dst
-                    .hole(begin - self.dst.before + i as u64, "destination"));
+            if (*s | *d) < 0 {
+                let at = |t: &Table<'_>| begin - t.before + i as u64;
+                return Err(match *s {
+                    ..0 => self.src.hole(at(&self.src), "source"),
+                    _ => self.dst.hole(at(&self.dst), "destination"),
+                });
             }
             let (coarse, fine) = (*d as u32, *s as u32);
             match self.segments.last_mut() {
                 Some(last) if next == (coarse, fine) => last.count += 1,
-                _ => self.segments.push(Segment {
-                    coarse,
-                    fine,
-                    sub: 0,
-                    len: 1,
-                    count: 1,
-                }),
+                _ => {
+                    if self.segments.capacity() == 0 {
+                        // Room for tables without any neighbours, which are the rule.
+                        self.segments.reserve_exact(src.len());
+                    }
+                    self.segments.push(Segment {
+                        coarse,
+                        fine,
+                        sub: 0,
+                        len: 1,
+                        count: 1,
+                    });
+                }
             }
             next = (coarse + 1, fine + 1);
         }

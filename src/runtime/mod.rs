@@ -1,5 +1,6 @@
 //! Threads, timers, the event queue and its file descriptor.
 
+mod bell;
 mod events;
 mod level;
 mod readable;
@@ -8,6 +9,7 @@ mod thread;
 mod wake;
 mod workers;
 
+pub use bell::{Bell, wait_readable};
 pub use events::EventQueue;
 pub use readable::readable;
 pub use thread::{Thread, check_affinity, spawn};

@@ -18,6 +18,10 @@ pub enum Event {
     Stopped(usize, End),
     /// The source ended the publication, or the link to it is lost.
     SourceLost(usize, End),
+    /// Nobody is left who could send to a receive.
+    NoSender(End),
+    /// Something on our side failed; copies that run stop.
+    Failed(End),
     /// The caller cancels.
     Cancel,
     /// The agent ends.
@@ -130,6 +134,12 @@ impl Import {
                     self.fail(end, &mut actions);
                 }
             }
+            Event::NoSender(end) => {
+                if self.jobs.is_empty() {
+                    self.fail(end, &mut actions);
+                }
+            }
+            Event::Failed(end) => self.fail(end, &mut actions),
             Event::Cancel => self.fail(
                 End::new(KVF_ERR_CANCELLED, "cancelled by this side"),
                 &mut actions,

@@ -119,10 +119,15 @@ impl<A: AsRef<Agent> + Send + Sync + 'static> Port for AgentPort<A> {
         Ok(watch.begun(transfer))
     }
 
-    fn receive(&self, desc: ReceiveDesc, notify: Notify) -> Result<Arc<dyn Operation>> {
+    fn receive(
+        &self,
+        sender: &Peer,
+        desc: ReceiveDesc,
+        notify: Notify,
+    ) -> Result<Arc<dyn Operation>> {
         let watch = Watch::new(notify);
         let agent = self.agent.as_ref();
-        let transfer = agent.receive_begin(desc, Some(watch.observer()))?;
+        let transfer = agent.receive_begin(Some(sender), desc, Some(watch.observer()))?;
         Ok(watch.begun(transfer))
     }
 

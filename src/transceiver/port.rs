@@ -87,11 +87,16 @@ pub trait Port: Send + Sync + 'static {
         notify: Notify,
     ) -> Result<Arc<dyn Operation>>;
 
-    /// Offers slots to a sender.
+    /// Offers slots to a sender of this peer.
     ///
     /// # Errors
     /// As [`crate::agent::Agent::receive_begin`]; nothing changed and `notify` is never called.
-    fn receive(&self, desc: ReceiveDesc, notify: Notify) -> Result<Arc<dyn Operation>>;
+    fn receive(
+        &self,
+        sender: &Self::Peer,
+        desc: ReceiveDesc,
+        notify: Notify,
+    ) -> Result<Arc<dyn Operation>>;
 
     /// Answers an offer.
     ///

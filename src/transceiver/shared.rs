@@ -264,7 +264,8 @@ impl<P: Port> Shared<P> {
         }
         let notify = self.notify(side, key, serial);
         let op = if push {
-            self.port.receive(offer_of(key, request.import), notify)
+            self.port
+                .receive(peer, offer_of(key, request.import), notify)
         } else {
             self.port.import(peer, request.import, notify)
         };
@@ -349,6 +350,7 @@ fn offer_of(key: Key, import: ImportDesc) -> ReceiveDesc {
         deadline: import.deadline,
         priority: import.priority,
         prefix_tag: import.prefix_tag,
+        stream: import.stream,
         user_data: import.user_data,
     }
 }

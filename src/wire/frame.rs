@@ -27,6 +27,21 @@ pub fn encode(frame: &Frame, out: &mut Vec<u8>) -> Result<()> {
     Ok(())
 }
 
+/// Decodes what follows a frame's length.
+///
+/// # Errors
+/// `KVF_ERR_PROTOCOL`: not a message of ours.
+pub fn decode(body: &[u8]) -> Result<Frame> {
+    match Frame::decode(body) {
+        Ok(frame) => Ok(frame),
+        Err(e) => bail!(
+            KVF_ERR_PROTOCOL,
+            "a frame of {} bytes is not decodable: {e}",
+            body.len()
+        ),
+    }
+}
+
 /// Cuts a byte stream into frames. Memory grows with the bytes that have arrived, never with a
 /// length that a peer merely claims.
 #[derive(Debug)]
@@ -73,16 +88,9 @@ impl Decoder {
         let Some(body) = self.buffer.get(4..4 + len) else {
             return Ok(None);
         };
-        match Frame::decode(body) {
-            Ok(frame) => {
-                self.buffer.drain(..4 + len);
-                Ok(Some(frame))
-            }
-            Err(e) => bail!(
-                KVF_ERR_PROTOCOL,
-                "a frame of {len} bytes is not decodable: {e}"
-            ),
-        }
+        let frame = decode(body)?;
+        self.buffer.drain(..4 + len);
+        Ok(Some(frame))
     }
 }
 

@@ -3,7 +3,7 @@
 use prost::{Message, Oneof};
 
 /// Protocol version that both sides must share.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// Bytes at the start of engine and agent metadata.
 pub const METADATA_MAGIC: [u8; 4] = *b"KVFM";
@@ -18,7 +18,7 @@ pub struct Frame {
     /// What it says.
     #[prost(
         oneof = "Body",
-        tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20"
+        tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 30, 31, 32, 33, 40, 41, 42"
     )]
     pub body: Option<Body>,
 }
@@ -26,10 +26,10 @@ pub struct Frame {
 /// The kinds of control messages.
 #[derive(Clone, PartialEq, Oneof)]
 pub enum Body {
-    /// First message of the connecting agent.
+    /// Control link, once it is open: who connects.
     #[prost(message, tag = "1")]
     Hello(Hello),
-    /// Its answer.
+    /// The answer to a hello.
     #[prost(message, tag = "2")]
     Welcome(Welcome),
     /// The other answer; the link is closed after it.
@@ -74,7 +74,7 @@ pub enum Body {
     /// Opaque bytes for another room (consensus votes).
     #[prost(message, tag = "16")]
     Group(GroupMessage),
-    /// First message of a data connection.
+    /// Data connection, once it is open: what for.
     #[prost(message, tag = "17")]
     DataHello(DataHello),
     /// Data connection: a job begins.
@@ -86,27 +86,89 @@ pub enum Body {
     /// Data connection: a job is over.
     #[prost(message, tag = "20")]
     DataClose(DataClose),
+    /// First message of whoever connects, on every connection.
+    #[prost(message, tag = "30")]
+    Open(Open),
+    /// Prove that you know the key.
+    #[prost(message, tag = "31")]
+    Challenge(Challenge),
+    /// The proof of who connects.
+    #[prost(message, tag = "32")]
+    Proof(Proof),
+    /// The connection is open; with the answering side's proof.
+    #[prost(message, tag = "33")]
+    Accepted(Accepted),
+    /// What was published may be read: the source's stream has come so far.
+    #[prost(message, tag = "40")]
+    Readable(Readable),
+    /// The source wants to free a pool that the reader has mapped.
+    #[prost(message, tag = "41")]
+    Unmap(Unmap),
+    /// The reader has unmapped it.
+    #[prost(message, tag = "42")]
+    Unmapped(Unmap),
 }
 
-/// Who connects, and to whom it believes to connect.
+/// A connection's first message: small, so that a stranger costs little. See [`super::opening`].
 #[derive(Clone, PartialEq, Message)]
-pub struct Hello {
+pub struct Open {
     /// [`PROTOCOL`].
     #[prost(uint32, tag = "1")]
     pub protocol: u32,
+    /// 1 control link, 2 data connection.
+    #[prost(uint32, tag = "2")]
+    pub purpose: u32,
     /// The connecting agent.
-    #[prost(bytes = "vec", tag = "2")]
+    #[prost(bytes = "vec", tag = "3")]
     pub incarnation: Vec<u8>,
     /// The agent that must answer.
-    #[prost(bytes = "vec", tag = "3")]
+    #[prost(bytes = "vec", tag = "4")]
     pub target: Vec<u8>,
+    /// 32 bytes that were never used before.
+    #[prost(bytes = "vec", tag = "5")]
+    pub nonce: Vec<u8>,
+    /// The connecting agent has a pre-shared key.
+    #[prost(bool, tag = "6")]
+    pub keyed: bool,
+    /// The connecting agent's name, for people; cut when it is long.
+    #[prost(string, tag = "7")]
+    pub name: String,
+}
+
+/// The answering side's nonce, if both have a key.
+#[derive(Clone, PartialEq, Message)]
+pub struct Challenge {
+    /// 32 bytes that were never used before.
+    #[prost(bytes = "vec", tag = "1")]
+    pub nonce: Vec<u8>,
+}
+
+/// The connecting side's proof.
+#[derive(Clone, PartialEq, Message)]
+pub struct Proof {
+    /// HMAC-SHA256, 32 bytes.
+    #[prost(bytes = "vec", tag = "1")]
+    pub mac: Vec<u8>,
+}
+
+/// The connection is open.
+#[derive(Clone, PartialEq, Message)]
+pub struct Accepted {
+    /// The answering side's proof, HMAC-SHA256; empty if neither side has a key.
+    #[prost(bytes = "vec", tag = "1")]
+    pub mac: Vec<u8>,
+}
+
+/// Who connects; its incarnation and whom it means are in [`Open`].
+#[derive(Clone, PartialEq, Message)]
+pub struct Hello {
     /// Its global rank.
     #[prost(uint32, tag = "4")]
     pub rank: u32,
     /// Metadata of its engine.
     #[prost(bytes = "vec", tag = "5")]
     pub engine: Vec<u8>,
-    /// Connected through TCP: where it may be reached itself.
+    /// Its name.
     #[prost(string, tag = "6")]
     pub name: String,
 }
@@ -134,8 +196,12 @@ pub struct Refuse {
 }
 
 /// Please send [`Memory`].
-#[derive(Clone, PartialEq, Message)]
-pub struct MemoryRequest {}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Message)]
+pub struct MemoryRequest {
+    /// Also for UCX, which the source may have to load for it.
+    #[prost(bool, tag = "1")]
+    pub ucx: bool,
+}
 
 /// Memory of the sending agent. File descriptors: the lease table, then each mappable pool.
 #[derive(Clone, PartialEq, Message)]
@@ -158,6 +224,40 @@ pub struct Memory {
     /// Proves on a data connection that it belongs to this link.
     #[prost(bytes = "vec", tag = "6")]
     pub token: Vec<u8>,
+    /// If the reader asked for it.
+    #[prost(message, optional, boxed, tag = "7")]
+    pub ucx: Option<Box<UcxMemory>>,
+}
+
+/// How the sending agent's memory is read through UCX.
+#[derive(Clone, PartialEq, Message)]
+pub struct UcxMemory {
+    /// UCX's version.
+    #[prost(string, tag = "1")]
+    pub version: String,
+    /// Of its worker.
+    #[prost(bytes = "vec", tag = "2")]
+    pub address: Vec<u8>,
+    /// Packed key of the lease table.
+    #[prost(bytes = "vec", tag = "3")]
+    pub lease_key: Vec<u8>,
+    /// Packed keys of the pools.
+    #[prost(message, repeated, tag = "4")]
+    pub keys: Vec<UcxKey>,
+    /// Why UCX cannot be used there; empty if it can.
+    #[prost(string, tag = "5")]
+    pub refused: String,
+}
+
+/// A pool's packed key.
+#[derive(Clone, PartialEq, Message)]
+pub struct UcxKey {
+    /// Pool id.
+    #[prost(uint32, tag = "1")]
+    pub pool: u32,
+    /// The key.
+    #[prost(bytes = "vec", tag = "2")]
+    pub key: Vec<u8>,
 }
 
 /// One pool of the sending agent.
@@ -175,6 +275,45 @@ pub struct PoolMemory {
     /// A descriptor of it travels along.
     #[prost(bool, tag = "4")]
     pub mappable: bool,
+    /// Set if it is memory of a CUDA device; `address` is 0 then.
+    #[prost(message, optional, tag = "20")]
+    pub device: Option<DeviceMemory>,
+}
+
+/// Where a device pool is.
+#[derive(Clone, PartialEq, Message)]
+pub struct DeviceMemory {
+    /// The device, 16 bytes.
+    #[prost(bytes = "vec", tag = "1")]
+    pub uuid: Vec<u8>,
+    /// CUDA IPC handle of the allocation, 64 bytes; empty = it cannot be mapped.
+    #[prost(bytes = "vec", tag = "2")]
+    pub handle: Vec<u8>,
+    /// Where the pool begins in its allocation.
+    #[prost(uint64, tag = "3")]
+    pub offset: u64,
+    /// Why there is no handle.
+    #[prost(string, tag = "4")]
+    pub reason: String,
+}
+
+/// A publication whose stream has come so far.
+#[derive(Clone, PartialEq, Message)]
+pub struct Readable {
+    /// Request and attempt.
+    #[prost(message, optional, tag = "1")]
+    pub key: Option<KeyMessage>,
+    /// Which publication.
+    #[prost(uint64, tag = "2")]
+    pub epoch: u64,
+}
+
+/// A pool of the source that the reader has mapped.
+#[derive(Clone, PartialEq, Message)]
+pub struct Unmap {
+    /// Pool id.
+    #[prost(uint32, tag = "1")]
+    pub pool: u32,
 }
 
 /// Nothing to say.
@@ -384,6 +523,9 @@ pub struct TicketEntry {
     /// State slots.
     #[prost(message, repeated, tag = "7")]
     pub states: Vec<TicketState>,
+    /// Not to be read before the source has sent [`Readable`]; a claim asks for it.
+    #[prost(bool, tag = "20")]
+    pub gated: bool,
 }
 
 /// Blocks of one group.
@@ -392,9 +534,9 @@ pub struct TicketGroup {
     /// Group id.
     #[prost(uint32, tag = "1")]
     pub group: u32,
-    /// Block of each owned ordinal, -1 = not held.
-    #[prost(sint32, repeated, tag = "2")]
-    pub slots: Vec<i32>,
+    /// Block of each owned ordinal, -1 = not held; see [`super::pack_slots`].
+    #[prost(bytes = "vec", tag = "2")]
+    pub slots: Vec<u8>,
     /// First valid token.
     #[prost(uint64, tag = "3")]
     pub token_begin: u64,
@@ -420,15 +562,9 @@ pub struct TicketState {
     pub as_of_token: u64,
 }
 
-/// First message on a data connection: which control link it belongs to.
+/// What an open data connection is for: which control link it belongs to.
 #[derive(Clone, PartialEq, Message)]
 pub struct DataHello {
-    /// [`PROTOCOL`].
-    #[prost(uint32, tag = "1")]
-    pub protocol: u32,
-    /// The connecting agent.
-    #[prost(bytes = "vec", tag = "2")]
-    pub incarnation: Vec<u8>,
     /// The token of the [`Memory`] message.
     #[prost(bytes = "vec", tag = "3")]
     pub token: Vec<u8>,
@@ -460,9 +596,9 @@ pub struct DataPart {
     /// A state slot, not a paged group.
     #[prost(bool, tag = "2")]
     pub state: bool,
-    /// The reader's slots.
-    #[prost(sint32, repeated, tag = "3")]
-    pub slots: Vec<i32>,
+    /// The reader's slots; see [`super::pack_slots`].
+    #[prost(bytes = "vec", tag = "3")]
+    pub slots: Vec<u8>,
     /// Block ordinal from which `slots` counts.
     #[prost(uint64, tag = "4")]
     pub first_ordinal: u64,

@@ -164,7 +164,7 @@ impl Port for FakePort {
         let key = self.ticket_key(&desc.ticket)?;
         self.0.begin(key, Side::Generation, notify)
     }
-    fn receive(&self, desc: ReceiveDesc, notify: Notify) -> Result<Arc<dyn Operation>> {
+    fn receive(&self, _: &(), desc: ReceiveDesc, notify: Notify) -> Result<Arc<dyn Operation>> {
         self.0.deadlines.lock().unwrap().push(desc.deadline);
         self.0.begin(desc.key, Side::Generation, notify)
     }

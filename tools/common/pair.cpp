@@ -26,6 +26,8 @@ kvferry::Agent make_agent(const Setup& setup, const char* name) {
   config.workers = setup.workers;
   config.spin = std::chrono::microseconds(setup.spin_us);
   config.fingerprint = "kvferry-tools";
+  config.listen = setup.listen;
+  config.advertise = setup.advertise;
   return kvferry::Agent(config);
 }
 

@@ -24,6 +24,7 @@ struct Setup {
   std::uint64_t room_bytes = 0;     // of the destination
   std::uint32_t workers = 1;
   std::uint64_t spin_us = 0;
+  std::string listen, advertise;  // of this process
   NLOHMANN_DEFINE_TYPE_INTRUSIVE(Setup, memory, transports, block_size, pool_bytes, room_bytes,
                                  workers, spin_us)
 };

@@ -28,15 +28,19 @@ pub struct TcpPath {
     connect: Connect,
     idle: Mutex<Vec<Stream>>,
     next_job: AtomicU64,
+    /// Of one job at once, and kept when they are idle.
+    connections: usize,
     spin: Duration,
 }
 
 impl TcpPath {
-    /// A path over connections that `connect` makes when they are needed.
+    /// A path over connections that `connect` makes when they are needed; at most `connections` of
+    /// one job at once.
     pub fn new(
         name: &'static str,
         reason: String,
         pools: BTreeMap<u32, u64>,
+        connections: usize,
         spin: Duration,
         connect: Connect,
     ) -> Self {
@@ -47,6 +51,7 @@ impl TcpPath {
             connect,
             idle: Mutex::default(),
             next_job: AtomicU64::new(1),
+            connections: connections.max(1),
             spin,
         }
     }
@@ -74,7 +79,9 @@ impl TcpPath {
 
     fn put_back(&self, stream: Stream) {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        idle.push(stream);
+        if idle.len() < self.connections {
+            idle.push(stream);
+        }
     }
 
     /// One worker's part of a job, on one connection.
@@ -256,6 +263,10 @@ impl DataPath for TcpPath {
             bail!(KVF_ERR_INTERNAL, "a path without pools has moved bytes");
         }
         Ok(!job.lease_lost())
+    }
+
+    fn most_workers(&self) -> usize {
+        self.connections
     }
 
     fn inline_bytes(&self) -> u64 {

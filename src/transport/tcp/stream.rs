@@ -66,6 +66,37 @@ impl Stream {
         Ok(Self { fd })
     }
 
+    /// Lets the kernel ask an idle TCP peer every `every` whether it still has the connection, and
+    /// end it after `silence` without an answer. Without effect on a Unix socket.
+    pub fn watch_peer(&self, every: Duration, silence: Duration) {
+        let whole = |n: u128| libc::c_int::try_from(n).unwrap_or(libc::c_int::MAX).max(1);
+        let every = whole(u128::from(every.as_secs()));
+        let options = [
+            (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+            (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, every),
+            (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, every),
+            // Also of what was sent and is not acknowledged.
+            (
+                libc::IPPROTO_TCP,
+                libc::TCP_USER_TIMEOUT,
+                whole(silence.as_millis()),
+            ),
+        ];
+        for (level, name, value) in options {
+            // SAFETY: an int that lives during the call, with its size. What the kernel refuses is
+            // left out: deadlines hold without it.
+            unsafe {
+                libc::setsockopt(
+                    self.fd.as_raw_fd(),
+                    level,
+                    name,
+                    (&raw const value).cast(),
+                    size_of::<libc::c_int>() as libc::socklen_t,
+                );
+            }
+        }
+    }
+
     /// Open, and nothing has come that nobody asked for.
     pub(super) fn is_quiet(&self) -> bool {
         let mut byte = 0u8;
@@ -140,6 +171,29 @@ impl Stream {
             }
             Err(e) => Err(Error::os(Status::KVF_ERR_TRANSFER, "receive", &e)),
         }
+    }
+
+    /// Fills `bytes`, at the latest by the deadline.
+    ///
+    /// # Errors
+    /// `KVF_ERR_TRANSFER` with the system's reason, the stream's end included.
+    pub fn receive_exact(&self, bytes: &mut [u8], deadline: Instant) -> Result<()> {
+        let failed = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "receive", &e);
+        let mut at = 0;
+        while at < bytes.len() {
+            let patience = Patience {
+                spin: Duration::ZERO,
+                wake: None,
+                stall: Some(deadline.saturating_duration_since(Instant::now())),
+            };
+            self.receive(&mut bytes[at..=at], patience)
+                .map_err(failed)?;
+            at += 1;
+            if at < bytes.len() {
+                at += self.receive_available(&mut bytes[at..]).map_err(failed)?;
+            }
+        }
+        Ok(())
     }
 
     /// What is there, without waiting; 0 = nothing, or the end (which the next wait finds).

@@ -1,0 +1,346 @@
+//! One agent's UCX: context, worker and progress thread, made when the first peer needs them.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::flight::{Flight, Get, Region};
+use super::library::Library;
+use super::progress::{EndpointState, Order, Peer, Progress, Queue, Range, check_lengths, refuse};
+use crate::bail;
+use crate::error::{Error, Result, Status};
+use crate::memory::{LeaseTable, Pool};
+use crate::observe;
+use crate::runtime::{Thread, spawn};
+
+/// How an agent wants its UCX.
+pub struct Config {
+    /// Of the thread.
+    pub name: String,
+    /// CPUs of the thread; empty = inherited.
+    pub affinity: Vec<u32>,
+    /// UCX was asked for by name, and may use what it likes but shared memory; else only cards that
+    /// read memory by themselves, and it opens no sockets.
+    pub forced: bool,
+    /// UCX listens on the loopback interface only, as the agent does.
+    pub loopback: bool,
+    /// How long the thread looks at UCX before it sleeps, while gets are on their way.
+    pub spin: Duration,
+    /// Longest wait for the thread's answers.
+    pub patience: Duration,
+}
+
+/// The handle; all calls are answered by the progress thread. Dropping it ends the thread.
+pub struct Engine {
+    ucx: &'static Library,
+    queue: Arc<Queue>,
+    thread: Mutex<Option<Thread>>,
+    address: Vec<u8>,
+    /// What was registered, with its packed key.
+    keys: Mutex<BTreeMap<Region, Vec<u8>>>,
+    next_endpoint: AtomicU64,
+    patience: Duration,
+}
+
+impl Engine {
+    /// Loads UCX and starts the thread. `on_panic` hears of a panic there.
+    ///
+    /// # Errors
+    /// `KVF_ERR_UNSUPPORTED` without a usable UCX, `KVF_ERR_SYSTEM` without a thread.
+    pub fn start(config: Config, on_panic: impl Fn() + Send + 'static) -> Result<Arc<Self>> {
+        let queue = Queue::new().map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "eventfd", &e))?;
+        let queue = Arc::new(queue);
+        let (reply, answer) = sync_channel(1);
+        let (own, spin) = (queue.clone(), config.spin);
+        let options = options(&config);
+        // Also opens the library: on a thread that blocks all signals, as the threads that UCX may
+        // start inherit.
+        let thread = spawn(config.name, &config.affinity, move || {
+            let begun = Library::get().and_then(|ucx| {
+                let (progress, address) = Progress::new(ucx, &options, own, spin)?;
+                Ok((ucx, progress, address))
+            });
+            let mut progress = match begun {
+                Ok((ucx, progress, address)) => {
+                    let _ = reply.send(Ok((ucx, address)));
+                    progress
+                }
+                Err(e) => {
+                    let _ = reply.send(Err(e));
+                    return;
+                }
+            };
+            // AssertUnwindSafe: after a panic only what ends everything is called.
+            let run = std::panic::AssertUnwindSafe(|| progress.run());
+            let panicked = std::panic::catch_unwind(run).is_err();
+            progress.shut_down();
+            if panicked {
+                on_panic();
+            }
+        })?;
+        let (ucx, address) = match answer.recv_timeout(config.patience) {
+            Ok(begun) => begun?,
+            Err(_) => bail!(
+                KVF_ERR_UNSUPPORTED,
+                "UCX did not start within {:?}",
+                config.patience
+            ),
+        };
+        Ok(Arc::new(Self {
+            ucx,
+            queue,
+            thread: Mutex::new(Some(thread)),
+            address,
+            keys: Mutex::default(),
+            next_endpoint: AtomicU64::new(1),
+            patience: config.patience,
+        }))
+    }
+
+    /// UCX's version and where it was found, for people.
+    pub fn describe(&self) -> String {
+        format!("UCX {} from {}", self.ucx.version(), self.ucx.path())
+    }
+
+    /// As in `1.13.1`.
+    pub fn version(&self) -> &str {
+        self.ucx.version()
+    }
+
+    /// Where peers connect to.
+    pub fn address(&self) -> &[u8] {
+        &self.address
+    }
+
+    /// Whether the thread has ended; whoever needs UCX again makes a new engine.
+    pub fn has_ended(&self) -> bool {
+        self.queue.is_closed()
+    }
+
+    /// Registers a pool once; its key for peers.
+    ///
+    /// # Errors
+    /// `KVF_ERR_TRANSFER` with UCX's text.
+    pub fn register_pool(&self, pool: &Arc<Pool>) -> Result<Vec<u8>> {
+        let (base, bytes) = (pool.base().expose_provenance() as u64, pool.bytes());
+        self.register(Region::Pool(pool.id()), base, bytes, pool.clone())
+            .map_err(|e| e.context(format_args!("pool {}", pool.id())))
+    }
+
+    /// Registers the lease table once; its key for peers.
+    ///
+    /// # Errors
+    /// As for [`Self::register_pool`].
+    pub fn register_leases(&self, leases: &Arc<LeaseTable>) -> Result<Vec<u8>> {
+        let (base, bytes) = (leases.address(), leases.bytes());
+        self.register(Region::Leases, base, bytes, leases.clone())
+    }
+
+    fn register(
+        &self,
+        region: Region,
+        base: u64,
+        bytes: u64,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Vec<u8>> {
+        if let Some(key) = self.keys().get(&region) {
+            return Ok(key.clone());
+        }
+        let range = Range {
+            region,
+            base,
+            bytes,
+            owner,
+        };
+        let (reply, answer) = sync_channel(1);
+        self.order(Order::Register(range, reply))?;
+        let key = self.answer(&answer)?;
+        self.keys().insert(region, key.clone());
+        Ok(key)
+    }
+
+    fn keys(&self) -> std::sync::MutexGuard<'_, BTreeMap<Region, Vec<u8>>> {
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the pool is registered.
+    pub fn has_pool(&self, pool: u32) -> bool {
+        self.keys().contains_key(&Region::Pool(pool))
+    }
+
+    /// Takes a pool back. True: it was not registered; false: `done` is called when it is so no
+    /// more.
+    pub fn unregister_pool(&self, pool: u32, done: impl FnOnce() + Send + 'static) -> bool {
+        let region = Region::Pool(pool);
+        if self.keys().remove(&region).is_none() {
+            return true;
+        }
+        if let Some(order) = self.queue.push(Order::Unregister(region, Box::new(done))) {
+            refuse(order);
+        }
+        false
+    }
+
+    /// Connects to a peer's address; nothing is sent before the first get. The endpoint's number
+    /// and its state.
+    ///
+    /// # Errors
+    /// `KVF_ERR_PROTOCOL` for an address or a key of an impossible length, else UCX's text.
+    pub fn connect(
+        &self,
+        name: String,
+        address: Vec<u8>,
+        keys: Vec<(Region, Vec<u8>)>,
+    ) -> Result<(u64, Arc<EndpointState>)> {
+        check_lengths(&address, &keys)?;
+        let id = self.next_endpoint.fetch_add(1, Ordering::Relaxed);
+        let state = Arc::<EndpointState>::default();
+        let peer = Peer {
+            id,
+            name,
+            address,
+            keys,
+            state: state.clone(),
+        };
+        let (reply, answer) = sync_channel(1);
+        self.order(Order::Connect(peer, reply))?;
+        self.answer(&answer)?;
+        Ok((id, state))
+    }
+
+    /// Hands gets over; their end is told by the flight.
+    ///
+    /// # Errors
+    /// `KVF_ERR_TRANSFER`: the engine has ended; nothing was handed over.
+    ///
+    /// # Safety
+    /// The local memory must be writable until the flight has no batch in flight.
+    pub unsafe fn read(&self, endpoint: u64, flight: &Arc<Flight>, gets: Vec<Get>) -> Result<()> {
+        if gets.is_empty() {
+            return Ok(());
+        }
+        flight.begin();
+        if let Some(order) = self.queue.push(Order::Read(endpoint, flight.clone(), gets)) {
+            refuse(order); // lands it
+            bail!(KVF_ERR_TRANSFER, "ucx has been shut down");
+        }
+        Ok(())
+    }
+
+    /// A flight was stopped: its gets that UCX does not have are dropped.
+    pub fn sweep(&self) {
+        self.queue.push(Order::Sweep);
+    }
+
+    /// Force-closes an endpoint.
+    pub fn close_endpoint(&self, endpoint: u64) {
+        self.queue.push(Order::Close(endpoint));
+    }
+
+    /// Ends the thread and UCX's worker: nobody can read our memory through it any more, and nothing
+    /// of ours is written. Then calls `done`.
+    pub fn end(&self, done: Option<Box<dyn FnOnce() + Send>>) {
+        if let Some(order) = self.queue.push(Order::End(done)) {
+            refuse(order);
+        }
+    }
+
+    /// Ends it and waits for the thread; false: it is still busy and was left behind.
+    pub fn close(&self, deadline: Instant) -> bool {
+        self.end(None);
+        let thread = self
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        thread.is_none_or(|thread| thread.join_until(deadline))
+    }
+
+    fn order(&self, order: Order) -> Result<()> {
+        if self.queue.push(order).is_some() {
+            bail!(KVF_ERR_TRANSFER, "ucx has been shut down");
+        }
+        Ok(())
+    }
+
+    fn answer<T>(&self, answer: &Receiver<Result<T>>) -> Result<T> {
+        match answer.recv_timeout(self.patience) {
+            Ok(result) => result,
+            Err(_) => bail!(
+                KVF_ERR_TRANSFER,
+                "ucx's thread did not answer within {:?}",
+                self.patience
+            ),
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if !observe::marks::forked() {
+            self.end(None);
+        }
+    }
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine")
+            .field("ucx", &self.describe())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Options that kvferry sets; what the environment names stays as it is.
+fn options(config: &Config) -> Vec<(&'static str, &'static str)> {
+    let unset = |name: &str| std::env::var_os(name).is_none();
+    let mut options = vec![
+        // kvferry registers what it uses, for good; a cache would watch all of the engine's memory.
+        ("RCACHE_ENABLE", "n"),
+        ("MEMTYPE_CACHE", "n"),
+    ];
+    if unset("UCX_TLS") {
+        // Shared memory is `shm`'s, whose peers' deaths and files kvferry looks after itself.
+        options.push(("TLS", if config.forced { "^mm" } else { "ib" }));
+    }
+    if config.loopback && unset("UCX_NET_DEVICES") {
+        options.push(("NET_DEVICES", "lo"));
+    }
+    options
+}
+
+/// Whether this host has a card that may be able to do RMA; UCX is not asked.
+pub fn has_card() -> bool {
+    const CARDS: &str = "/sys/class/infiniband";
+    std::fs::read_dir(CARDS).is_ok_and(|mut list| list.next().is_some())
+}
+
+/// Whether this host has a card that reads a peer's memory without the peer's processor.
+///
+/// # Errors
+/// `KVF_ERR_UNSUPPORTED` with the reason.
+pub fn hardware_rma() -> Result<()> {
+    if !has_card() {
+        bail!(
+            KVF_ERR_UNSUPPORTED,
+            "no card for hardware RMA here; force it by naming ucx"
+        );
+    }
+    let ucx = Library::get()?;
+    // UCX 1.13 has no call that lists transports; a context with these alone is made or is not.
+    match ucx.context(&[("TLS", "rc,dc")]) {
+        Ok(context) => {
+            // SAFETY: just made, and not used.
+            unsafe { ucx.ucp_cleanup(context) };
+            Ok(())
+        }
+        Err(e) => bail!(
+            KVF_ERR_UNSUPPORTED,
+            "no lane with hardware RMA; force it by naming ucx: {}",
+            e.text
+        ),
+    }
+}
