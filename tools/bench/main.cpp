@@ -31,6 +31,8 @@ const Scenario scenarios[] = {
     {"idle-loop", "a context loop in status(1): from a request's arrival to the loop's having it",
      run_idle_loop},
     {"pending", "status sweep and completion with --pending requests in flight", run_pending},
+    {"device", "memory of one GPU: scattered blocks and 256-byte runs, against one copy of as many bytes",
+     run_device},
 };
 
 constexpr const char* footer = R"(
