@@ -2,6 +2,7 @@
 // kvferry-info: what this library can do on this machine, and plans on paper.
 #include <CLI/CLI.hpp>
 #include <fstream>
+#include <cstdlib>
 #include <iostream>
 #include <iterator>
 #include <kvferry.hpp>
@@ -86,6 +87,7 @@ int info(bool self_test, bool json) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  setenv("UCX_LOG_FILE", "stderr", 0);  // standard output is for results
   CLI::App app{"What kvferry can do on this machine; what would move between two engines."};
   bool json = false, self_test = false;
   std::vector<std::string> files;
