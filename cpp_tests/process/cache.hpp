@@ -119,6 +119,12 @@ class Cache {
     (void)!agent.destroy(10s);
     if (mapped_ != 0) munmap(base_, mapped_);
   }
+  kvferry::Pool& pool() { return pool_; }
+  // Gives memory of our own back to the system, as an engine may once its pool was released.
+  void unmap() {
+    munmap(base_, mapped_);
+    mapped_ = 0;
+  }
 
   const unsigned char* block(std::uint32_t view, std::uint32_t slot) const {
     return base_ + view * shape_.view_bytes() + slot * shape_.block_bytes;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <kvferry.hpp>
 #include <stdexcept>
@@ -140,6 +141,7 @@ std::vector<std::int32_t> Blocks::pick(std::uint64_t count) {
 
 int main(int argc, char** argv) {
   using namespace kvferry::tools;
+  setenv("UCX_LOG_FILE", "stderr", 0);  // standard output is for results
   Options options;
   int child_fd = -1;
   CLI::App app{"Measures kvferry between two processes of this host, beside the best bare loop."};
