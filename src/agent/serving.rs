@@ -15,6 +15,7 @@ use super::metadata::{EngineInfo, RankInfo, incarnation};
 use super::opening::{Identity, call_blocking};
 use super::shared::{Shared, random};
 use super::ticket::key;
+use crate::cuda::Devices;
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
 use crate::memory::Pool;
@@ -231,6 +232,10 @@ impl Source for Publications {
 
     fn pool(&self, id: u32) -> Option<Arc<Pool>> {
         Some(self.shared.lock().pools.get(id)?.pool.clone())
+    }
+
+    fn devices(&self) -> &Devices {
+        &self.shared.devices
     }
 }
 
