@@ -5,11 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result, Status};
-use crate::runtime::stalled;
-
-/// After a wait of this long the other side is taken for stalled, and other work goes on in another
-/// thread.
-const SHORT: Duration = Duration::from_millis(20);
+use crate::runtime::{STALL_AFTER, stalled};
 
 /// Most ranges in one call (UIO_MAXIOV).
 const MAX_RANGES: usize = 1024;
@@ -341,7 +337,7 @@ impl Stream {
             let timeout = match left {
                 _ if waited < patience.spin => 0,
                 Some(left) if left.is_zero() => return Err(io::ErrorKind::TimedOut.into()),
-                _ if waited < patience.spin + SHORT => SHORT.as_millis() as i32,
+                _ if waited < patience.spin + STALL_AFTER => STALL_AFTER.as_millis() as i32,
                 Some(left) => i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX),
                 None => -1,
             };
@@ -359,7 +355,7 @@ impl Stream {
             ];
             // SAFETY: two pollfds that live here; a negative descriptor is ignored.
             let mut poll = || unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) };
-            let n = match waited < patience.spin + SHORT {
+            let n = match waited < patience.spin + STALL_AFTER {
                 true => poll(),
                 false => stalled(poll),
             };
