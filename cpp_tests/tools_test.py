@@ -228,6 +228,24 @@ class Bench(unittest.TestCase):
     def test_own(self):
         self.assertIn("process_vm_readv", self.one_case("own")["limit"])
 
+    def test_every_transport_has_its_limit(self):
+        for transport, limit in [("inproc", "memcpy"), ("unix", "unix_stream"), ("tcp", "tcp_stream")]:
+            for memory, spin in [("pool", 0), ("own", 200)]:
+                [result] = self.lines("--transport", transport, "--memory", memory, "--spin-us", spin, "--scattered",
+                                      "--block-size", "4KiB", "--blocks", 300, "--repeats", 1, "--threads", 2)
+                self.assertEqual((result["transport"], result["memory"]), (transport, memory))
+                self.assertIn(limit, result["bare_gbps"])
+                self.assertIs(result["compared"], True)
+
+    def test_steps_wait_for_a_line(self):
+        done = subprocess.run([TOOLS / "kvferry-bench", "--step", "--quiet-s", "0", "--pool-mib", "16", "--repeats", "2",
+                               "--block-size", "4KiB", "--blocks", "10", "--transport", "tcp"],
+                              input="\n\n\n", capture_output=True, text=True, timeout=100)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        self.assertEqual([line.get("repetition") for line in lines], [0, 1, 2, None], done.stderr)
+        self.assertEqual(set(lines[1]["seconds"]), {"kvferry", "tcp_stream"})
+        self.assertEqual(lines[3]["repeats"], 2)
+
     def test_odd_sizes(self):
         [result] = self.lines("--block-size", 64, "--blocks", 7, "--repeats", 1, "--threads", 1)
         self.assertIs(result["compared"], True)
@@ -238,10 +256,12 @@ class Bench(unittest.TestCase):
         for name, keys in {
             "status": ["transfer_poll_ns", "take_events_ns"],
             "latency": ["p50_us", "p99_us", "event_fd_p50_us", "limit_p50_us"],
-            "begin": ["p50_us", "blocks"],
+            "begin": ["p50_us", "blocks", "peer_ms", "layout_ms"],
+            "registration": ["first_us", "last_us", "last_over_first"],
             "idle": ["cpu_ms", "wakeups_per_s"],
         }.items():
-            [result] = self.lines("--scenario", name, "--idle-s", 0.5, "--repeats", 1)
+            [result] = self.lines("--scenario", name, "--idle-s", 0.5, "--repeats", 1,
+                                  "--rounds", 100, "--regions", 300)
             self.assertEqual(result["case"], name)
             for key in keys:
                 self.assertIn(key, result, name)
@@ -250,6 +270,19 @@ class Bench(unittest.TestCase):
         text = run("kvferry-bench", "--quiet-s", 0, "--pool-mib", 1, "--block-size", "64KiB",
                    "--blocks", 17, status=1)
         self.assertIn("--pool-mib", text)
+
+
+class Scale(unittest.TestCase):
+    """Batches of any size in one call, with default settings, over every transport."""
+
+    def test_many_blocks_of_4_kib(self):
+        for transport in ["inproc", "shm", "unix", "tcp"]:
+            for blocks in [4096, 100_000]:
+                text = run("kvferry-bench", "--json", "--quiet-s", 0, "--transport", transport, "--pool-mib", 400,
+                           "--block-size", "4KiB", "--blocks", blocks, "--repeats", 1)
+                result = json.loads(text)
+                self.assertEqual((result["transport"], result["blocks"]), (transport, blocks))
+                self.assertIs(result["compared"], True)
 
 
 if __name__ == "__main__":

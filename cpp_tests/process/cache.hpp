@@ -47,7 +47,7 @@ struct Shape {
   std::uint64_t view_bytes() const { return block_bytes * slots; }
 };
 
-// KVF_TEST_LISTEN: the address. Deadlines short enough for tests, long enough for a busy machine.
+// KVF_TEST_LISTEN, KVF_TEST_ADVERTISE: the address. Deadlines short enough for tests, long enough for a busy machine.
 inline kvferry::AgentConfig quick(std::string name) {
   kvferry::AgentConfig config;
   config.name = std::move(name);
@@ -58,6 +58,7 @@ inline kvferry::AgentConfig quick(std::string name) {
   config.lease = 3s;
   config.transfer = 20s;
   if (const char* listen = std::getenv("KVF_TEST_LISTEN")) config.listen = listen;
+  if (const char* address = std::getenv("KVF_TEST_ADVERTISE")) config.advertise = address;
   if (std::getenv("KVF_TEST_LOG") != nullptr) {
     config.log_level = KVF_LOG_DEBUG;
     config.log = [name = config.name](std::uint32_t level, const char* text) {
@@ -117,6 +118,12 @@ class Cache {
     if (mapped_ == 0 && !mirror_) return;
     (void)!agent.destroy(10s);
     if (mapped_ != 0) munmap(base_, mapped_);
+  }
+  kvferry::Pool& pool() { return pool_; }
+  // Gives memory of our own back to the system, as an engine may once its pool was released.
+  void unmap() {
+    munmap(base_, mapped_);
+    mapped_ = 0;
   }
 
   const unsigned char* block(std::uint32_t view, std::uint32_t slot) const {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <kvferry.hpp>
 #include <stdexcept>
@@ -140,6 +141,7 @@ std::vector<std::int32_t> Blocks::pick(std::uint64_t count) {
 
 int main(int argc, char** argv) {
   using namespace kvferry::tools;
+  setenv("UCX_LOG_FILE", "stderr", 0);  // standard output is for results
   Options options;
   int child_fd = -1;
   CLI::App app{"Measures kvferry between two processes of this host, beside the best bare loop."};
@@ -176,6 +178,9 @@ int main(int argc, char** argv) {
   app.add_option("--repeats", options.repeats, "Counted repetitions")
       ->check(CLI::Range(1, 10000))
       ->capture_default_str();
+  app.add_option("--rounds", options.rounds, "Counted blocks of the scenario latency, each way")
+      ->check(CLI::Range(1, 10'000'000))
+      ->capture_default_str();
   app.add_option("--pool-mib", options.pool_mib, "Memory of the source in MiB")
       ->check(CLI::Range(1ull, 1ull << 30))
       ->capture_default_str();
@@ -185,6 +190,9 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_flag("--scattered", options.scattered,
                "Scattered blocks in the destination too, in as much memory as the source has");
+  app.add_flag("--step", options.step,
+               "Scenario transfer: before each repetition wait for a line on standard input, after it "
+               "print its times; for programs that let others take turns (implies --json)");
   app.add_option("--regions", options.regions, "Ranges of the scenario registration")
       ->check(CLI::Range(200u, 30000u))
       ->capture_default_str();
@@ -205,6 +213,7 @@ int main(int argc, char** argv) {
   app.add_flag("--json", options.json, "One line of JSON for each case");
   app.add_option("--child-fd", child_fd)->group("");  // the second process
   CLI11_PARSE(app, argc, argv);
+  options.json |= options.step;
   try {
     return child_fd >= 0 ? serve_source(child_fd, stream_hook()) : run(options);
   } catch (const std::exception& e) {
