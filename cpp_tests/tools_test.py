@@ -41,6 +41,7 @@ class Info(unittest.TestCase):
         self.assertIn("memlock_limit", machine)
         self.assertIn("open_files_limit", machine)
         self.assertIsInstance(machine["reserved_huge_pages"], list)
+        self.assertIn("CUDA", machine["cuda"])
 
     def test_text_names_every_transport(self):
         text = run("kvferry-info")

@@ -609,9 +609,9 @@ typedef struct kvf_agent_config {
    */
   size_t num_affinity;
   /**
-   * Allowed transports, as in `"shm,tcp"`, of inproc, shm, unix and tcp (ucx and cuda_ipc are
-   * known and not served yet); NULL = all. The environment variable
-   * `KVFERRY_TRANSPORTS` narrows it further.
+   * Allowed transports, as in `"shm,tcp"`, of inproc, shm, ucx, unix and tcp (cuda_ipc is known
+   * and not served yet); NULL = all. The environment variable `KVFERRY_TRANSPORTS` narrows it
+   * further. Naming ucx, here or there, forces it where nothing before it serves a peer.
    */
   const char *transports;
   /**

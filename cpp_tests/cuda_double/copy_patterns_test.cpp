@@ -18,12 +18,13 @@ using kvf_kernel::u64;
 struct Table {
   std::vector<Shape> shapes;
   std::vector<Piece> pieces;
-  u32 chunks = 0;
 
-  void add(const Shape& shape, u64 src, u64 dst) {
+  // Cut into pieces of this many bytes.
+  void add(const Shape& shape, u64 src, u64 dst, u32 each = 16 * 1024) {
     shapes.push_back(shape);
-    pieces.push_back({src, dst, chunks, static_cast<u32>(shapes.size() - 1)});
-    chunks += (shape.bytes + kvf_kernel::kChunkBytes - 1) / kvf_kernel::kChunkBytes;
+    for (u32 begin = 0; begin < shape.bytes; begin += each) {
+      pieces.push_back({src, dst, begin, std::min(begin + each, shape.bytes), static_cast<u32>(shapes.size() - 1), 0});
+    }
   }
 };
 
@@ -68,7 +69,7 @@ PlainMemory run(const Table& table, u32 blocks, u32 threads) {
     for (u32 thread = 0; thread < threads; ++thread) {
       kvf_kernel::copy_patterns(memory, reinterpret_cast<u64>(table.shapes.data()),
                                 reinterpret_cast<u64>(table.pieces.data()),
-                                static_cast<u32>(table.pieces.size()), table.chunks, block, blocks, thread, threads);
+                                static_cast<u32>(table.pieces.size()), block, blocks, thread, threads);
     }
   }
   return memory;
@@ -144,7 +145,7 @@ TEST_P(CopyPatterns, RandomTablesAgainstThePlainestLoop) {
     size_t total = 0;
     for (u32 i = 0; i < count; ++i) {
       table.add(shapes[i], reinterpret_cast<u64>(src + from[i]),
-                reinterpret_cast<u64>(dst_memory[0].bytes + to[i]));
+                reinterpret_cast<u64>(dst_memory[0].bytes + to[i]), 16 * (1 + random() % 200));
       plainest(shapes[i], 0, src + from[i], wanted[0].bytes + to[i]);
       total += shapes[i].bytes;
     }
@@ -172,7 +173,7 @@ TEST(CopyPatternsWords, AlignedCopiesUseTheWidest) {
   EXPECT_EQ(25600u / 8, run(odd, 2, 32).stores);
 }
 
-// Chunks of a piece that is larger than one, and a piece that ends in the middle of one.
+// Shapes of several pieces, the last of which is shorter.
 TEST(CopyPatternsWords, LargePieces) {
   struct alignas(16) Block {
     unsigned char bytes[200000];
@@ -183,7 +184,7 @@ TEST(CopyPatternsWords, LargePieces) {
   table.add(shape_of(100004, {}), reinterpret_cast<u64>(src->bytes), reinterpret_cast<u64>(dst->bytes));
   table.add(shape_of(99996, {}), reinterpret_cast<u64>(src->bytes + 100004),
             reinterpret_cast<u64>(dst->bytes + 100004));
-  EXPECT_EQ(14u, table.chunks);
+  EXPECT_EQ(14u, table.pieces.size());
   run(table, 3, 7);
   EXPECT_EQ(0, std::memcmp(src->bytes, dst->bytes, sizeof src->bytes));
 }
@@ -204,12 +205,12 @@ class Shipped : public Double {
   CUresult launch(const Table& table, CUstream stream) {
     const size_t shapes = table.shapes.size() * sizeof(Shape), pieces = table.pieces.size() * sizeof(Piece);
     CUdeviceptr at = 0;
-    cuMemAlloc_v2(&at, shapes + pieces);
-    cuMemcpyHtoD_v2(at, table.shapes.data(), shapes);
-    cuMemcpyHtoD_v2(at + shapes, table.pieces.data(), pieces);
-    CUdeviceptr second = at + shapes;
-    u32 piece_count = static_cast<u32>(table.pieces.size()), chunks = table.chunks;
-    void* params[] = {&at, &second, &piece_count, &chunks};
+    cuMemAlloc_v2(&at, pieces + shapes);
+    cuMemcpyHtoD_v2(at, table.pieces.data(), pieces);
+    cuMemcpyHtoD_v2(at + pieces, table.shapes.data(), shapes);
+    CUdeviceptr second = at + pieces;
+    u32 piece_count = static_cast<u32>(table.pieces.size());
+    void* params[] = {&second, &at, &piece_count};
     return cuLaunchKernel(function, 2, 1, 1, kvf_kernel::kThreads, 1, 1, 0, stream, params, nullptr);
   }
   CUmodule module = nullptr;

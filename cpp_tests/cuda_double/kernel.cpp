@@ -61,14 +61,13 @@ T argument(void* param) {
 void copy_patterns(const kvf_cuda_double_thread* at, void* const* params) {
   ThreadMemory memory;
   kvf_kernel::copy_patterns(memory, argument<kvf_kernel::u64>(params[0]), argument<kvf_kernel::u64>(params[1]),
-                            argument<kvf_kernel::u32>(params[2]), argument<kvf_kernel::u32>(params[3]),
-                            at->block_index[0], at->grid[0], at->index[0], at->block[0]);
+                            argument<kvf_kernel::u32>(params[2]), at->block_index[0], at->grid[0], at->index[0], at->block[0]);
 }
 
 struct Offer {
   Offer() {
-    const size_t sizes[] = {8, 8, 4, 4};
-    kvf_cuda_double_register_kernel("kvf_copy_patterns", copy_patterns, sizes, 4);
+    const size_t sizes[] = {8, 8, 4};
+    kvf_cuda_double_register_kernel("kvf_copy_patterns", copy_patterns, sizes, 3);
   }
 } offer;
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""net_test.py --agent PROGRAM --rank PROGRAM [--transport tcp] [--list] [SCENARIO...]
+"""net_test.py --agent PROGRAM --rank PROGRAM --stage PROGRAM [--transport tcp] [--list] [SCENARIO...]
 
 Handoffs between "hosts" (network namespaces, see hosts.py) over networks that are slow, lossy, cut or
 used by strangers. Every scenario asserts outcome, cause, memory safety, and that everything is over
@@ -46,9 +46,11 @@ class Timer:
 class Rank:
     """An agent_program on a host."""
 
-    def __init__(self, host, name, block=65536, slots=64, listen=None, key=KEY, memory="pool"):
+    def __init__(self, host, name, block=65536, slots=64, listen=None, advertise="", key=KEY,
+                 memory="pool"):
         env = {
             "KVF_TEST_LISTEN": listen or f"{host.address}:0",
+            "KVF_TEST_ADVERTISE": advertise,
             "KVFERRY_TRANSPORTS": OPTIONS.transport,
             "KVFERRY_AUTH_KEY_FILE": "",
         }
@@ -525,26 +527,163 @@ def keys():
 
 
 def flood():
-    """A stranger opens connections and says nothing: peers come through."""
+    """A stranger opens connections and says nothing, without end: a peer far away comes through."""
     with Network(3) as net:
-        source = Rank(net[1], "source", listen=f"{net[1].address}:7100")
+        addresses = net.delay(net[1], net[2], 0.05)
+        source = Rank(net[1], "source", listen="0.0.0.0:7100", advertise=addresses[0] + ":0")
         source.fill(7)
         script = (
-            "import socket\n"
-            "kept = []\n"
-            f"for _ in range(600): kept.append(socket.create_connection(('{net[1].address}', 7100)))\n"
-            "print('ready', flush=True)\nimport time\ntime.sleep(600)\n"
+            "import collections, socket\n"
+            "kept = collections.deque(maxlen=400)\n"
+            "n = 0\n"
+            "while True:\n"
+            f"    kept.append(socket.create_connection(('{net[1].address}', 7100)))\n"
+            "    n += 1\n"
+            "    if n == 600: print('ready', flush=True)\n"
         )
         flooder = net[3].start(sys.executable, "-c", script)
         expect(flooder.line() == "ready")
         source.refused("too_many", 600 - 256)
-        expect(source.program.sockets() < 300, source.program.sockets())
-        sink = Rank(net[2], "sink")
+        sockets = source.program.sockets()
+        expect(sockets < 400, "descriptors:", sockets)
+        sink = Rank(net[2], "sink", listen=addresses[1] + ":0")
         sink.peer(source)
         moves(source, sink, 1)
+        expect(flooder.process.poll() is None, "the flood has ended")
 
 
-SCENARIOS = (reshard, ipv6, rate, loss, delay, one_way, partition, short_partition, reset, half_open,
+class Stage:
+    """A rank_program: a pipeline stage of an engine, on a host."""
+
+    # head bytes, slots, state slots, stages, stage, state, block major, memory
+    def __init__(self, host, name, stages, stage):
+        words = ["32768", "32", "1", str(stages), str(stage), "0", "0", "pool"]
+        self.program = host.start(
+            OPTIONS.stage, name, "usual", *words, KVF_TEST_LISTEN=f"{host.address}:0",
+            KVFERRY_TRANSPORTS=OPTIONS.transport, KVFERRY_AUTH_KEY_FILE=key_file(KEY))
+        first = self.program.line()
+        expect(first == "ready", name, first)
+
+    def ask(self, line, wanted=None, seconds=30):
+        answer = self.program.ask(line, seconds)
+        expect(not answer.startswith("error"), line[:30], answer)
+        expect(wanted is None or answer == wanted, line[:30], answer)
+        return answer
+
+
+def four(net):
+    """Two stages of a source on hosts 1 and 2; two engines that read both on hosts 3 and 4."""
+    sources = [Stage(net[n + 1], f"source{n}", 2, n) for n in (0, 1)]
+    metas = " ".join(s.ask("agentmeta") for s in sources)
+    for n, source in enumerate(sources):
+        source.ask(f"engine {n} {metas}", "ok")
+        source.ask("fill 7", "ok")
+    engine = sources[0].ask("meta")
+    sinks = [Stage(net[n + 3], f"sink{n}", 1, 0) for n in (0, 1)]
+    for sink in sinks:
+        sink.ask("peer source " + engine, "KVF_OK")
+    return engine, sources, sinks
+
+
+ALL = ",".join(str(n) for n in range(32))
+
+
+def begin_four(sources, sink, key):
+    tickets = [s.ask(f"publish {key} 128 {ALL} -1 0 0") for s in sources]
+    return sink.ask(f"import source {tickets[0]} {ALL} 0 -1 0")
+
+
+def moves_four(sources, sink, key):
+    number = begin_four(sources, sink, key)
+    sink.ask(f"wait {number} 20000", "KVF_OK safe")
+    sink.ask(f"compare 7 {ALL} {ALL}", "same")
+    for source in sources:
+        source.ask(f"published {key} 20000", "KVF_OK")
+
+
+def one_of_four():
+    """One of two sources is cut off in mid-copy: one outcome, that names it; who needs it not goes on."""
+    with Network(4) as net:
+        engine, sources, sinks = four(net)
+        moves_four(sources, sinks[1], 1)
+        net.rate(net[3], "200mbit")
+        number = begin_four(sources, sinks[0], 2)
+        time.sleep(0.5)
+        net[2].iptables("-A", "INPUT", "-j", "DROP")
+        net[2].iptables("-A", "OUTPUT", "-j", "DROP")
+        with Timer(SILENCE + 20):
+            sinks[0].ask(f"wait {number} 20000", "KVF_ERR_PEER_LOST safe")
+            text = sinks[0].ask(f"text {number}")
+            expect("source1" in text and "silent" in text, text)
+            # The source that was not cut hears of it, and is free at once.
+            sources[0].ask("published 2 20000", "KVF_ERR_PEER_LOST")
+            ended = sources[1].ask("published 2 20000")
+            expect(ended in ("KVF_ERR_PEER_LOST", "KVF_ERR_EXPIRED"), ended)
+        for chain in ("INPUT", "OUTPUT"):
+            net[2].iptables("-F", chain)
+        for key, sink in enumerate(sinks):
+            sink.ask("peer source " + engine, "KVF_OK")
+            moves_four(sources, sink, 3 + key)
+
+
+def push():
+    """A push between hosts (the receiver fetches), then one that is cut in mid-copy: both sides end."""
+    with Network(2) as net:
+        source, sink = Stage(net[1], "source", 1, 0), Stage(net[2], "sink", 1, 0)
+        source.ask("fill 7", "ok")
+        sink.ask("peer source " + source.ask("meta"), "KVF_OK")
+        source.ask("peer sink " + sink.ask("meta"), "KVF_OK")
+
+        def begin(key):
+            receive, offer = sink.ask(f"receive {key} {ALL} 0 128 -1 0").split()
+            return receive, source.ask(f"push sink {offer} 128 {ALL} -1 0")
+
+        receive, sent = begin(1)
+        sink.ask(f"wait {receive} 20000", "KVF_OK safe")
+        source.ask(f"wait {sent} 20000", "KVF_OK safe")
+        sink.ask(f"compare 7 {ALL} {ALL}", "same")
+        net.rate(net[2], "100mbit")
+        receive, sent = begin(2)
+        time.sleep(0.5)
+        net[1].iptables("-A", "OUTPUT", "-d", net[2].address, "-j", "DROP")
+        with Timer(SILENCE + 20):
+            sink.ask(f"wait {receive} 20000", "KVF_ERR_PEER_LOST safe")
+            text = sink.ask(f"text {receive}")
+            expect("source" in text and "silent" in text, text)
+            ended = source.ask(f"wait {sent} 20000")
+            expect(ended in ("KVF_ERR_PEER_LOST safe", "KVF_ERR_EXPIRED safe"), ended)
+
+
+def others():
+    """A source that is stopped in mid-copy, and more transfers from it than there are copying threads,
+    hinder no transfer from another source."""
+    with Network(3) as net:
+        net.rate(net[3], "200mbit")
+        slow, other = Stage(net[1], "slow", 1, 0), Stage(net[2], "other", 1, 0)
+        sink = Stage(net[3], "sink", 1, 0)
+        for name, source in (("slow", slow), ("other", other)):
+            source.ask("fill 7", "ok")
+            sink.ask(f"peer {name} {source.ask('meta')}", "KVF_OK")
+        first, second = ",".join(map(str, range(8))), ",".join(map(str, range(8, 16)))
+        stalled = []
+        for key, slots in ((1, first), (2, second)):
+            ticket = slow.ask(f"publish {key} 32 {slots} -1 0 0")
+            stalled.append(sink.ask(f"import slow {ticket} {slots} 0 -1 0"))
+        time.sleep(0.1)
+        slow.program.signal(signal.SIGSTOP)
+        for key in (3, 4):
+            ticket = other.ask(f"publish {key} 4 20 -1 0 0")
+            number = sink.ask(f"import other {ticket} 20 0 -1 0")
+            sink.ask(f"wait {number} 2000", "KVF_OK safe")
+            sink.ask("compare 7 20 20", "same")
+        for number in stalled:
+            sink.ask(f"wait {number} 0", "KVF_TIMED_OUT unsafe")
+        for number in stalled:
+            sink.ask(f"wait {number} 15000", "KVF_ERR_PEER_LOST safe")
+        slow.program.signal(signal.SIGCONT)
+
+
+SCENARIOS = (reshard, one_of_four, others, push, ipv6, rate, loss, delay, one_way, partition, short_partition, reset, half_open,
              reader_gone, stopped, shortly_stopped, killed, stranger, restart, keys, flood)
 
 
@@ -564,6 +703,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--agent", help="agent_program")
     parser.add_argument("--rank", help="reshard_rank")
+    parser.add_argument("--stage", help="rank_program of cpp_tests/handoff")
     parser.add_argument("--transport", default="tcp")
     parser.add_argument("--seconds", type=int, default=150, help="longest time of one scenario")
     parser.add_argument("--list", action="store_true")

@@ -1,7 +1,7 @@
 // A rank in a process of its own, driven line by line through its standard input; one answer line
 // for each command. Ends with its input.
 //
-//   agent_program NAME BLOCK_BYTES SLOTS TOKENS_PER_BLOCK pool|own
+//   agent_program NAME BLOCK_BYTES SLOTS TOKENS_PER_BLOCK pool|own|device
 //
 //   meta                                 -> engine metadata, hex
 //   fill SEED                            -> ok
@@ -15,7 +15,7 @@
 //   peerstate MS                         -> status once the peer is lost, at the latest after MS; text
 //   metric START                         -> the metric line that starts so, or "none"
 //   differs SLOT SEED SOURCE_SLOT        -> first difference or "same"
-//   drain MS | destroy MS                -> status
+//   unregister MS | drain MS | destroy MS -> status
 #include <iostream>
 #include <map>
 #include <sstream>
@@ -116,6 +116,7 @@ class Program {
     }
     std::uint64_t ms = 0;
     in >> ms;
+    if (command == "unregister") return name(cache_.unregister(std::chrono::milliseconds(ms)));
     if (command == "drain") {
       return name(kvf_agent_drain(cache_.agent.c(), ms * 1000000));
     }

@@ -98,6 +98,10 @@ struct Side {
     engine = agent.engine();
   }
 
+  // First the agent, so that no copy is under way in memory that is freed: a device does not forgive.
+  ~Side() { (void)!agent.destroy(kLong); }
+  Side(const Side&) = delete;
+
   // A block of a view (0 keys, 1 values).
   std::vector<std::uint8_t> block(int view, int slot) const {
     return memory.read(static_cast<std::size_t>(view) * Cache::view +

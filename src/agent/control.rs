@@ -142,6 +142,7 @@ pub(super) struct Control {
     pub dialled: mpsc::UnboundedSender<(Incarnation, Result<Socket, Failure>)>,
     pub answered: mpsc::UnboundedSender<(u64, Answered)>,
     pub strangers: Strangers,
+    pub refusal_logged: Option<Now>,
     pub died: mpsc::UnboundedSender<LinkId>,
     pub timers: Timers,
     pub peers: HashMap<u64, Arc<PeerShared>>,
@@ -181,6 +182,7 @@ impl Control {
             dialled,
             answered,
             strangers: Strangers::default(),
+            refusal_logged: None,
             died,
             timers: Timers::default(),
             peers: HashMap::new(),
@@ -237,6 +239,8 @@ impl Control {
             }
         }
         let done = control.stopping.take();
+        let mapped = control.end_operations();
+        control.wait_for_unmapping(mapped, &mut inputs).await;
         control.stop().await;
         if let Some(done) = done {
             let _ = done.send(());
@@ -398,12 +402,41 @@ impl Control {
         super::group::fail_all(&self.shared, &end);
     }
 
-    async fn stop(mut self) {
+    /// Ends everything that runs and lets go of the peers' memory; how many of their pools will be
+    /// unmapped.
+    fn end_operations(&mut self) -> usize {
         self.end_publications();
         let imports: Vec<u64> = self.imports.keys().copied().collect();
         for id in imports {
             self.import_event(id, crate::session::reader::Event::Shutdown);
         }
+        let mut mapped = 0;
+        for remote in self.remotes.values() {
+            if let Some(Ok(path)) = remote.route.get()
+                && path.mapped() > 0
+            {
+                mapped += path.mapped();
+                let text = "this agent has shut down";
+                let gone = Error::new(Status::KVF_ERR_SHUTDOWN, text);
+                remote.route.set(Some(Err(gone)));
+            }
+        }
+        mapped
+    }
+
+    /// The peers may free their pools before this process ends: they hear of it, if the last copies
+    /// end soon enough.
+    async fn wait_for_unmapping(&mut self, mut mapped: usize, inputs: &mut Inputs) {
+        let until = tokio::time::Instant::now() + Duration::from_secs(1);
+        while mapped > 0 {
+            let next = tokio::time::timeout_at(until, inputs.commands.recv()).await;
+            let Ok(Some(command)) = next else { return };
+            mapped -= usize::from(matches!(command, Command::Unmapped(..)));
+            self.command(command);
+        }
+    }
+
+    async fn stop(self) {
         self.say_goodbye();
         // What was queued for the sockets goes out, so that the peers hear of everything; one that
         // does not read is not waited for.

@@ -11,6 +11,7 @@ use crate::cuda::{Context, DeviceMemory, Driver, Handle, Mapping, PinnedRange, U
 use crate::error::Result;
 use crate::ids::Incarnation;
 use crate::memory::{OnDevice, PageSize, Pool};
+use crate::observe::fault;
 use crate::transport::device::MappedPool;
 use crate::transport::shm::PeerProcess;
 use crate::wire::{self, Body};
@@ -120,7 +121,7 @@ impl PoolEntry {
         self.exported
             .holders
             .retain(|_, process| process.is_alive());
-        !self.exported.holders.is_empty()
+        !self.exported.holders.is_empty() && !fault::deviates("cuda_no_unmap_wait")
     }
 
     /// What is told to a reader; with a process, it may map the memory from now on.

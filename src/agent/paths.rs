@@ -233,12 +233,21 @@ fn make_path(
         return Ok(Arc::new(path));
     }
     let same_host = process.is_some();
+    let devices = memory.pools.iter().filter(|p| p.device.is_some()).count();
+    if devices == 0 {
+        reasons.push("cuda_ipc: the peer has no device memory".into());
+    }
+    // Leases of a peer with nothing but device memory are of no transport.
+    let only_devices = devices > 0 && devices == memory.pools.len();
     match process {
-        _ if !may("shm") => reasons.push("shm: not allowed by the configuration".into()),
+        _ if !(may("shm") || only_devices && may("cuda_ipc")) => {
+            reasons.push("shm: not allowed by the configuration".into());
+        }
         None => reasons.push("shm: another host, or no Unix socket to it".into()),
         Some(process) => match host_path(shared, source, process, memory, fds, nonce) {
             Ok(path) => return Ok(path),
             Err(e) if e.status == Status::KVF_ERR_PEER_LOST => return Err(e),
+            Err(e) if devices > 0 => reasons.push(e.text),
             Err(e) => reasons.push(format!("shm: {e}")),
         },
     }
@@ -275,7 +284,9 @@ fn make_path(
             given => given as usize,
         };
         let spin = shared.config.spin;
-        let path = TcpPath::new(name, reason, pools, connections, spin, Box::new(dial));
+        let devices = shared.devices.clone();
+        let dial = Box::new(dial);
+        let path = TcpPath::new(name, reason, pools, connections, spin, devices, dial);
         match path.prove() {
             Ok(()) => return Ok(Arc::new(path)),
             Err(e) => reasons.push(format!("{name}: {e}")),
@@ -306,7 +317,7 @@ fn host_path(
     if theirs && !allowed(&shared.config.transports, "cuda_ipc") {
         bail!(
             KVF_ERR_UNSUPPORTED,
-            "cuda_ipc is not allowed by the configuration"
+            "cuda_ipc: not allowed by the configuration"
         );
     }
     let path = shm_path(process, memory, fds, nonce)?;

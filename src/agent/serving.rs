@@ -15,11 +15,12 @@ use super::metadata::{EngineInfo, RankInfo, incarnation};
 use super::opening::{Identity, call_blocking};
 use super::shared::{Shared, random};
 use super::ticket::key;
+use crate::cuda::Devices;
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
 use crate::memory::Pool;
 use crate::plan::{Pair, Plan, Policy};
-use crate::runtime::{Thread, spawn};
+use crate::runtime::{Thread, spawn, stalled};
 use crate::transport::tcp::{Opened, Serving, Source, Stream, serve};
 use crate::wire::{
     self, Body, DataHello, DataOpen, DataPart, Decoder, Frame, pack_slots, unpack_slots,
@@ -232,6 +233,10 @@ impl Source for Publications {
     fn pool(&self, id: u32) -> Option<Arc<Pool>> {
         Some(self.shared.lock().pools.get(id)?.pool.clone())
     }
+
+    fn devices(&self) -> &Devices {
+        &self.shared.devices
+    }
 }
 
 fn wants(open: &DataOpen) -> Result<Wants> {
@@ -319,15 +324,17 @@ fn dial(
 ) -> Result<Stream> {
     let timeout = times.connect;
     let system = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "connect", &e);
-    let fd: OwnedFd = match door {
+    let stream = match door {
         Door::Tcp(address) => {
-            let stream = TcpStream::connect_timeout(address, timeout).map_err(system)?;
+            let stream =
+                stalled(|| TcpStream::connect_timeout(address, timeout)).map_err(system)?;
             stream.set_nodelay(true).map_err(system)?;
-            stream.into()
+            Stream::new(stream.into()).map_err(system)?
         }
-        Door::Unix(name) => super::link::connect_unix_std(name).map_err(system)?.into(),
+        Door::Unix(name) => {
+            stalled(|| Stream::connect_unix(name, Some(timeout))).map_err(system)?
+        }
     };
-    let stream = Stream::new(fd).map_err(system)?;
     stream.watch_peer(times.heartbeat, times.peer_silence);
     call_blocking(own, expected, &stream, timeout)?;
     let mut bytes = Vec::new();

@@ -106,7 +106,10 @@ fn chosen(shared: &Shared) -> Result<&'static str> {
         bail!(KVF_ERR_UNSUPPORTED, "not allowed by the configuration");
     }
     if is_named(shared) {
-        return Ok("forced by the configuration");
+        return Ok(match ucx::has_card() {
+            true => "forced by the configuration",
+            false => "forced by the configuration, no card for hardware RMA here",
+        });
     }
     ucx::hardware_rma()?;
     Ok("hardware RMA")

@@ -1,7 +1,9 @@
 //! What one agent has on all devices: its lanes and the words that streams wait for.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::kernel::Kernel;
 use super::words::Words;
 use super::{CallerStream, Context, Driver, Lane, Word};
 use crate::error::Result;
@@ -10,6 +12,8 @@ use crate::error::Result;
 #[derive(Debug, Default)]
 pub struct Devices {
     inner: Mutex<Inner>,
+    /// The kernel of each context, `None` where it could not be loaded.
+    kernels: Mutex<BTreeMap<Context, Option<Arc<Kernel>>>>,
     words: Words,
 }
 
@@ -35,16 +39,26 @@ impl Devices {
         let mut inner = self.lock();
         let (idle, busy) = inner.busy.drain(..).partition(|l| l.is_idle() == Ok(true));
         inner.busy = busy;
-        let idle: Vec<Lane> = idle;
+        let mut idle: Vec<Lane> = idle;
+        idle.iter_mut().for_each(Lane::is_free);
         inner.free.extend(idle);
         let known = inner.free.iter().position(|l| l.context() == context);
         match known {
             Some(at) => Ok(inner.free.swap_remove(at)),
             None => {
                 drop(inner);
-                Lane::new(driver, context)
+                Lane::new(driver, context, self.kernel(driver, context))
             }
         }
+    }
+
+    fn kernel(&self, driver: &'static Driver, context: Context) -> Option<Arc<Kernel>> {
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let loaded = kernels.entry(context).or_insert_with(|| {
+            // Without it everything works, slower.
+            Kernel::load(driver, context).ok().map(Arc::new)
+        });
+        loaded.clone()
     }
 
     /// Takes a lane back; it may still hold work that touches nobody's memory.
@@ -79,6 +93,11 @@ impl Devices {
             )
         };
         drop(lanes);
+        let kernels = {
+            let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::take(&mut *kernels)
+        };
+        drop(kernels);
         self.words.close();
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::stream::Event;
 use super::{CallerStream, Context, Devices, Driver, Lane};
 use crate::error::Result;
+use crate::observe::fault;
 
 /// Work on an engine's stream that has to be done first. A stream of its own, so that no gate
 /// waits behind another one.
@@ -28,7 +29,10 @@ impl Gate {
     ) -> Result<Option<Self>> {
         let context = stream.context(allowed)?;
         let driver = Driver::get()?;
-        let event = Event::record(driver, context, stream.raw())?;
+        let event = match fault::deviates("cuda_gate_wrong_stream") {
+            false => Event::record(driver, context, stream.raw())?,
+            true => Event::record(driver, context, devices.lane(context)?.raw())?,
+        };
         if event.is_done() {
             return Ok(None);
         }

@@ -10,11 +10,13 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys::{CUstream, CUstream_flags};
 
 use super::current::Current;
+use super::kernel::{Kernel, Table};
 use super::pinned::Staging;
 use super::stream::Event;
 use super::table::{NOT_READY, SUCCESS};
 use super::{Context, Driver};
 use crate::error::Result;
+use crate::observe::fault;
 
 /// Axes of a [`Copy`].
 pub const MAX_DIMS: usize = 5;
@@ -47,6 +49,17 @@ pub struct Copy {
     pub from: Option<Context>,
 }
 
+impl Copy {
+    fn axes(&self) -> &[Dim] {
+        &self.dims[..usize::from(self.rank).min(MAX_DIMS)]
+    }
+
+    fn runs(&self) -> u64 {
+        let counts = self.axes().iter().map(|dim| dim.count);
+        counts.fold(1, u64::saturating_mul)
+    }
+}
+
 /// How a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Waited {
@@ -65,6 +78,13 @@ struct Signal {
     changed: Condvar,
 }
 
+/// From so many runs on a batch goes through the kernel: each copy of its own costs the host some
+/// microseconds.
+const KERNEL_FROM: u64 = 8;
+
+/// First size of the buffer for the kernel's table.
+const TABLE_BYTES: usize = 64 << 10;
+
 /// A stream and a buffer, used by one thread at a time.
 #[derive(Debug)]
 pub struct Lane {
@@ -76,10 +96,21 @@ pub struct Lane {
     staging: Option<Staging>,
     /// Bytes of the buffer.
     staging_bytes: usize,
+    /// None where the driver cannot load it: every run is a copy of its own then.
+    kernel: Option<Arc<Kernel>>,
+    table: Table,
+    /// Where the kernel reads the table, and its size.
+    table_buffer: Option<(Staging, usize)>,
+    /// The device may still read it.
+    table_in_use: bool,
 }
 
 impl Lane {
-    pub(super) fn new(driver: &'static Driver, context: Context) -> Result<Self> {
+    pub(super) fn new(
+        driver: &'static Driver,
+        context: Context,
+        kernel: Option<Arc<Kernel>>,
+    ) -> Result<Self> {
         let _current = Current::push(driver, context)?;
         let mut stream: CUstream = null_mut();
         // Not ordered against the engine's legacy default stream in either direction.
@@ -95,6 +126,10 @@ impl Lane {
             marked: 0,
             staging: None,
             staging_bytes: 0,
+            kernel,
+            table: Table::new(),
+            table_buffer: None,
+            table_in_use: false,
         })
     }
 
@@ -103,7 +138,7 @@ impl Lane {
         self.context
     }
 
-    fn raw(&self) -> CUstream {
+    pub(super) fn raw(&self) -> CUstream {
         std::ptr::with_exposed_provenance_mut(self.stream)
     }
 
@@ -136,17 +171,55 @@ impl Lane {
     /// has said [`Waited::Done`].
     pub unsafe fn copy(&mut self, copies: &[Copy]) -> Result<()> {
         let _current = Current::push(self.driver, self.context)?;
-        for copy in copies {
+        // The kernel cannot reach memory of another context.
+        let near = || copies.iter().filter(|copy| copy.from.is_none());
+        let runs = near().fold(0u64, |runs, copy| runs.saturating_add(copy.runs()));
+        let kernel = match &self.kernel {
+            Some(kernel) if runs >= KERNEL_FROM && !self.table_in_use => Some(kernel.clone()),
+            _ => None,
+        };
+        let launched = kernel.is_some();
+        if let Some(kernel) = kernel {
+            self.table.clear();
+            for copy in near() {
+                self.table.push(copy.src, copy.dst, copy.run, copy.axes())?;
+            }
+            // SAFETY: passed on to the caller.
+            unsafe { self.launch(&kernel) }?;
+        }
+        for copy in copies
+            .iter()
+            .filter(|copy| !launched || copy.from.is_some())
+        {
             // SAFETY: passed on to the caller.
             unsafe { self.copy_runs(copy) }?;
         }
         Ok(())
     }
 
+    /// Copies what the table says.
+    unsafe fn launch(&mut self, kernel: &Kernel) -> Result<()> {
+        let bytes = self.table.bytes();
+        let buffer = match self.table_buffer.take() {
+            Some((buffer, room)) if room >= bytes => (buffer, room),
+            _ => {
+                let room = bytes.next_power_of_two().max(TABLE_BYTES);
+                (Staging::new(self.driver, self.context, room)?, room)
+            }
+        };
+        let (buffer, room) = self.table_buffer.insert(buffer);
+        // SAFETY: the buffer is ours alone and that large; the device reads it only after this.
+        let memory = unsafe { std::slice::from_raw_parts_mut(buffer.base(), *room) };
+        self.table.write(memory)?;
+        let launch = self.table.launch(buffer.device(), kernel.multiprocessors);
+        self.table_in_use = true;
+        // SAFETY: the table stays as it is while it is in use; the rest is the caller's.
+        unsafe { kernel.launch(&launch, self.raw()) }
+    }
+
     unsafe fn copy_runs(&self, copy: &Copy) -> Result<()> {
-        let dims = &copy.dims[..usize::from(copy.rank).min(MAX_DIMS)];
-        let runs: u64 = dims.iter().map(|dim| dim.count).product();
-        for number in 0..runs {
+        let dims = copy.axes();
+        for number in 0..copy.runs() {
             let (mut left, mut src, mut dst) = (number, copy.src, copy.dst);
             for dim in dims.iter().rev() {
                 let at = left % dim.count;
@@ -182,6 +255,9 @@ impl Lane {
 
     /// Lets later work wait for an event of an engine's stream.
     pub(super) fn wait_for(&mut self, event: &Event) -> Result<()> {
+        if fault::deviates("cuda_no_event_wait") {
+            return Ok(());
+        }
         let _current = Current::push(self.driver, self.context)?;
         // SAFETY: our stream and a live event.
         let code = unsafe { (self.driver.table.stream_wait_event)(self.raw(), event.raw(), 0) };
@@ -237,7 +313,13 @@ impl Lane {
                 *done = self.marked;
             }
         }
+        self.table_in_use = false;
         Ok(Waited::Done)
+    }
+
+    /// Says that the lane is idle, as [`Self::is_idle`] has told.
+    pub(super) fn is_free(&mut self) {
+        self.table_in_use = false;
     }
 
     /// Whether everything enqueued is done.
@@ -270,6 +352,8 @@ impl Lane {
 impl Drop for Lane {
     fn drop(&mut self) {
         self.staging = None;
+        self.table_buffer = None;
+        self.kernel = None;
         if let Ok(_current) = Current::push(self.driver, self.context) {
             // SAFETY: ours, destroyed once.
             unsafe { (self.driver.table.stream_destroy)(self.raw()) };

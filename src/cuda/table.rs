@@ -4,7 +4,8 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdeviceptr, CUevent, CUhostFn, CUipcMemHandle, CUstream, CUuuid,
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUhostFn, CUipcMemHandle, CUmodule,
+    CUstream, CUuuid,
 };
 use libloading::Library;
 
@@ -106,5 +107,11 @@ table! {
         ipc_get: c"cuIpcGetMemHandle", (*mut CUipcMemHandle, CUdeviceptr);
         ipc_open: c"cuIpcOpenMemHandle_v2", (*mut CUdeviceptr, CUipcMemHandle, c_uint);
         ipc_close: c"cuIpcCloseMemHandle", (CUdeviceptr);
+        module_load: c"cuModuleLoadData", (*mut CUmodule, *const c_void);
+        module_unload: c"cuModuleUnload", (CUmodule);
+        module_function: c"cuModuleGetFunction", (*mut CUfunction, CUmodule, *const c_char);
+        launch_kernel: c"cuLaunchKernel",
+            (CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
+             *mut *mut c_void, *mut *mut c_void);
     }
 }

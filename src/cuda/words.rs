@@ -13,6 +13,7 @@ use super::table::NOT_SUPPORTED;
 use super::{CallerStream, Context, Driver, memory};
 use crate::bail;
 use crate::error::Result;
+use crate::observe::fault;
 
 const WORDS: usize = 1024;
 
@@ -87,6 +88,9 @@ impl Words {
         let context = stream.context(&[])?;
         let driver = Driver::get()?;
         let word = self.take();
+        if fault::deviates("cuda_no_stream_wait") {
+            return Ok(word);
+        }
         let address = word.page.device(context)? + (word.index * 4) as u64;
         {
             let _current = Current::push(driver, context)?;

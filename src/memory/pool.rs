@@ -8,6 +8,7 @@ use super::check;
 use super::memfd::{PageSize, Sealed, system_page};
 use crate::bail;
 use crate::error::Result;
+use crate::observe::fault;
 
 /// Who made a pool's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -212,6 +213,9 @@ impl Pool {
 
     /// Undoes [`Self::pinned`], before "may be freed" is said. No copy may be running.
     pub fn unpin(&self) {
+        if fault::deviates("cuda_keep_pin") {
+            return;
+        }
         let pin = self
             .pin
             .lock()

@@ -284,6 +284,11 @@ pub trait DataPath: Send + Sync {
         usize::MAX
     }
 
+    /// Pools of the source that are mapped here and that it must not free.
+    fn mapped(&self) -> usize {
+        0
+    }
+
     /// Lets go of a pool of the source that is mapped here, when the last copy from it has ended.
     /// False: it is not mapped.
     fn unmap(&self, pool: u32) -> bool {

@@ -69,5 +69,6 @@ void run_idle(const Options& options, Child& source);
 void run_idle_loop(const Options& options, Child& source);
 void run_registration(const Options& options, Child& source);
 void run_pending(const Options& options, Child& source);
+void run_device(const Options& options, Child& source);
 
 }  // namespace kvferry::tools

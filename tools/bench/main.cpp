@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <kvferry.hpp>
 #include <stdexcept>
@@ -31,6 +32,8 @@ const Scenario scenarios[] = {
     {"idle-loop", "a context loop in status(1): from a request's arrival to the loop's having it",
      run_idle_loop},
     {"pending", "status sweep and completion with --pending requests in flight", run_pending},
+    {"device", "memory of one GPU: scattered blocks and 256-byte runs, against one copy of as many bytes",
+     run_device},
 };
 
 constexpr const char* footer = R"(
@@ -138,6 +141,7 @@ std::vector<std::int32_t> Blocks::pick(std::uint64_t count) {
 
 int main(int argc, char** argv) {
   using namespace kvferry::tools;
+  setenv("UCX_LOG_FILE", "stderr", 0);  // standard output is for results
   Options options;
   int child_fd = -1;
   CLI::App app{"Measures kvferry between two processes of this host, beside the best bare loop."};

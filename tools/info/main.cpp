@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 #include <fstream>
+#include <cstdlib>
 #include <iostream>
 #include <iterator>
 #include <kvferry.hpp>
@@ -106,6 +107,7 @@ int info(bool self_test, bool json) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  setenv("UCX_LOG_FILE", "stderr", 0);  // standard output is for results
   CLI::App app{"What kvferry can do on this machine; what would move between two engines."};
   bool json = false, self_test = false;
   std::vector<std::string> files;

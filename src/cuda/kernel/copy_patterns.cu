@@ -17,9 +17,8 @@ struct DeviceMemory {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(256)
-    kvf_copy_patterns(unsigned long long shapes, unsigned long long pieces, unsigned int piece_count,
-                      unsigned int chunk_count) {
+    kvf_copy_patterns(unsigned long long shapes, unsigned long long pieces, unsigned int piece_count) {
   DeviceMemory memory;
-  kvf_kernel::copy_patterns(memory, shapes, pieces, piece_count, chunk_count, blockIdx.x, gridDim.x,
-                            threadIdx.x, blockDim.x);
+  kvf_kernel::copy_patterns(memory, shapes, pieces, piece_count, blockIdx.x, gridDim.x, threadIdx.x,
+                            blockDim.x);
 }

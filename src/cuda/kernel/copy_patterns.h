@@ -2,9 +2,10 @@
 // NVRTC makes the PTX that ships (copy_patterns.cu, scripts/ptx), g++ makes what the tests and the
 // test double of the driver run.
 //
-// A table holds shapes (a run of bytes, repeated over up to five axes) and pieces (where such a shape
-// is read and written). The bytes of a piece, counted through its axes, are cut into chunks; chunks
-// are numbered over all pieces and dealt out to the grid's blocks.
+// A table holds shapes (a run of bytes, repeated over up to five axes) and pieces (which bytes of such
+// a shape are copied, counted through its axes, and where it is read and written). Pieces are small
+// and of similar size; they are dealt out to the grid's blocks, each of which reads its piece and the
+// shape, and nothing else: the table may lie in host memory, where a look takes a microsecond.
 #pragma once
 
 #ifdef __CUDACC__
@@ -21,8 +22,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr u32 kMaxDims = 5;
-constexpr u32 kThreads = 256;          // of a block; any number works
-constexpr u32 kChunkBytes = 16 * 1024;  // four 16-byte words for each thread
+constexpr u32 kThreads = 256;  // of a block; any number works
 
 struct Dim {
   u64 src;    // bytes between repetitions where it is read
@@ -31,8 +31,7 @@ struct Dim {
   u32 reserved;
 };
 
-// Less than 2 GiB, because 32-bit divisions are several times faster: larger copies are several
-// pieces.
+// Less than 2 GiB, because 32-bit divisions are several times faster.
 struct Shape {
   u32 run;    // contiguous bytes, at least 1
   u32 bytes;  // run times all counts, less than 2^31
@@ -41,14 +40,16 @@ struct Shape {
   Dim dims[kMaxDims];  // outermost first
 };
 
-struct Piece {
-  u64 src;          // device-readable address of the first byte read
-  u64 dst;          // device-writable address of the first byte written
-  u32 first_chunk;  // chunks of all pieces before
-  u32 shape;        // index
+struct alignas(16) Piece {
+  u64 src;    // device-readable address of the shape's first byte
+  u64 dst;    // device-writable address of the shape's first byte
+  u32 begin;  // which of the shape's bytes: a multiple of 16
+  u32 end;    // a multiple of 16, or the shape's last
+  u32 shape;  // index
+  u32 reserved;
 };
 
-static_assert(sizeof(Dim) == 24 && sizeof(Shape) == 136 && sizeof(Piece) == 24, "as mod.rs has them");
+static_assert(sizeof(Dim) == 24 && sizeof(Shape) == 136 && sizeof(Piece) == 32, "as mod.rs has them");
 
 // What a thread moves at once.
 template <u32 kBytes>
@@ -90,32 +91,32 @@ KVF_KERNEL_INLINE void locate(const Shape& shape, u32 at, u64& src, u64& dst) {
   }
 }
 
-// One thread's part of the bytes [begin, end) of a piece. Four loads are on their way before the
+// One thread's part of a piece. Four loads are on their way before the
 // first store, since each takes as long as hundreds of instructions.
 template <u32 kBytes, class Memory>
-KVF_KERNEL_INLINE void copy_words(Memory& memory, const Shape& shape, const Piece& piece, u32 begin,
-                                  u32 end, u32 thread, u32 threads) {
+KVF_KERNEL_INLINE void copy_words(Memory& memory, const Shape& shape, const Piece& piece, u32 thread,
+                                  u32 threads) {
   constexpr u32 kAtOnce = 4;
   const u32 step = threads * kBytes;
-  for (u32 at = begin + thread * kBytes; at < end; at += kAtOnce * step) {
+  for (u32 at = piece.begin + thread * kBytes; at < piece.end; at += kAtOnce * step) {
     Word<kBytes> words[kAtOnce];
     u64 to[kAtOnce];
     KVF_KERNEL_UNROLL
     for (u32 i = 0; i < kAtOnce; ++i) {
-      if (at + i * step >= end) continue;
+      if (at + i * step >= piece.end) continue;
       u64 src = 0;
       locate(shape, at + i * step, src, to[i]);
       words[i] = memory.template load<Word<kBytes>>(piece.src + src);
     }
     KVF_KERNEL_UNROLL
     for (u32 i = 0; i < kAtOnce; ++i) {
-      if (at + i * step < end) memory.store(piece.dst + to[i], words[i]);
+      if (at + i * step < piece.end) memory.store(piece.dst + to[i], words[i]);
     }
   }
 }
 
 // The widest word that everything about the piece is a multiple of. Then no word crosses the end
-// of a run or of a chunk.
+// of a run or of a piece.
 KVF_KERNEL_INLINE u32 word_bytes(const Shape& shape, const Piece& piece) {
   u64 all = piece.src | piece.dst | shape.run | 16;
   KVF_KERNEL_UNROLL
@@ -126,44 +127,25 @@ KVF_KERNEL_INLINE u32 word_bytes(const Shape& shape, const Piece& piece) {
 }
 
 template <class Memory>
-KVF_KERNEL_INLINE void copy_chunk(Memory& memory, const Shape& shape, const Piece& piece, u32 begin,
-                                  u32 thread, u32 threads) {
-  const u32 left = shape.bytes - begin;
-  const u32 end = begin + (left < kChunkBytes ? left : kChunkBytes);
+KVF_KERNEL_INLINE void copy_piece(Memory& memory, const Shape& shape, const Piece& piece, u32 thread,
+                                  u32 threads) {
   switch (word_bytes(shape, piece)) {
-    case 16: return copy_words<16>(memory, shape, piece, begin, end, thread, threads);
-    case 8: return copy_words<8>(memory, shape, piece, begin, end, thread, threads);
-    case 4: return copy_words<4>(memory, shape, piece, begin, end, thread, threads);
-    case 2: return copy_words<2>(memory, shape, piece, begin, end, thread, threads);
-    default: return copy_words<1>(memory, shape, piece, begin, end, thread, threads);
+    case 16: return copy_words<16>(memory, shape, piece, thread, threads);
+    case 8: return copy_words<8>(memory, shape, piece, thread, threads);
+    case 4: return copy_words<4>(memory, shape, piece, thread, threads);
+    case 2: return copy_words<2>(memory, shape, piece, thread, threads);
+    default: return copy_words<1>(memory, shape, piece, thread, threads);
   }
-}
-
-// The piece that a chunk belongs to: the last whose first chunk is not behind it.
-template <class Memory>
-KVF_KERNEL_INLINE Piece find_piece(Memory& memory, u64 pieces, u32 count, u32 chunk) {
-  u32 low = 0, high = count;
-  while (high - low > 1) {
-    const u32 middle = low + (high - low) / 2;
-    const u64 at = pieces + u64{middle} * sizeof(Piece) + 2 * sizeof(u64);  // first_chunk
-    if (memory.template load<u32>(at) <= chunk) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return memory.template load<Piece>(pieces + u64{low} * sizeof(Piece));
 }
 
 // The whole kernel for one thread. `shapes` and `pieces` are addresses of the table's two arrays.
 template <class Memory>
-KVF_KERNEL_INLINE void copy_patterns(Memory& memory, u64 shapes, u64 pieces, u32 piece_count,
-                                     u32 chunk_count, u32 block, u32 blocks, u32 thread, u32 threads) {
-  for (u64 chunk = block; chunk < chunk_count; chunk += blocks) {
-    const Piece piece = find_piece(memory, pieces, piece_count, static_cast<u32>(chunk));
+KVF_KERNEL_INLINE void copy_patterns(Memory& memory, u64 shapes, u64 pieces, u32 piece_count, u32 block,
+                                     u32 blocks, u32 thread, u32 threads) {
+  for (u64 at = block; at < piece_count; at += blocks) {
+    const Piece piece = memory.template load<Piece>(pieces + at * sizeof(Piece));
     const Shape shape = memory.template load<Shape>(shapes + u64{piece.shape} * sizeof(Shape));
-    const u32 begin = (static_cast<u32>(chunk) - piece.first_chunk) * kChunkBytes;
-    copy_chunk(memory, shape, piece, begin, thread, threads);
+    copy_piece(memory, shape, piece, thread, threads);
   }
 }
 

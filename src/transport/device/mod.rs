@@ -11,6 +11,7 @@
 
 pub(super) mod flow;
 pub(super) mod pack;
+pub(super) mod socket;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -82,6 +83,16 @@ impl Drop for MappedPool {
 pub(super) struct Open<'a> {
     _entered: Vec<Entered<'a>>,
     mapped: Vec<(u32, Arc<MappedPool>)>,
+}
+
+impl Open<'_> {
+    /// For sources that are elsewhere.
+    pub(super) fn nothing() -> Self {
+        Self {
+            _entered: Vec::new(),
+            mapped: Vec::new(),
+        }
+    }
 }
 
 /// Reads a peer of this host that has, or for whom we have, device memory.
@@ -385,6 +396,11 @@ impl DataPath for DevicePath {
     fn attest(&self, job: &ReadJob) -> Result<bool> {
         // Every `run` has waited for its copies.
         Ok(job.attested_early() || self.attest_host(job)?)
+    }
+
+    fn mapped(&self) -> usize {
+        let mapped = self.mapped.read();
+        mapped.unwrap_or_else(PoisonError::into_inner).len()
     }
 
     fn unmap(&self, pool: u32) -> bool {

@@ -4,14 +4,17 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::stream::{Patience, Ranges, Stream};
 use super::{BATCH_BYTES, HEAD_BYTES, MAX_TEXT, PIPELINE, TRAILER_BYTES};
 use crate::bail;
+use crate::cuda::Devices;
 use crate::error::{Error, Result, Status};
 use crate::plan::Pattern;
+use crate::transport::device::flow::Flow;
+use crate::transport::device::socket::Landing;
 use crate::transport::span::{Runs, check, unknown_pool};
 use crate::transport::{DataPath, ReadJob};
 use crate::wire::{self, Body, DataClose, DataRead, Frame};
@@ -38,6 +41,7 @@ pub struct TcpPath {
     /// Of one job at once, and kept when they are idle.
     connections: usize,
     spin: Duration,
+    devices: Arc<Devices>,
 }
 
 impl TcpPath {
@@ -49,6 +53,7 @@ impl TcpPath {
         pools: BTreeMap<u32, u64>,
         connections: usize,
         spin: Duration,
+        devices: Arc<Devices>,
         connect: Connect,
     ) -> Self {
         Self {
@@ -60,6 +65,7 @@ impl TcpPath {
             next_job: AtomicU64::new(1),
             connections: connections.max(1),
             spin,
+            devices,
         }
     }
 
@@ -146,10 +152,16 @@ impl TcpPath {
     }
 
     /// Receives everything that was asked for, and asks for more until there is no more.
-    fn receive_all(&self, job: &ReadJob, asked: &mut Asked, patience: Patience<'_>) -> Result<()> {
+    fn receive_all(
+        &self,
+        job: &ReadJob,
+        asked: &mut Asked,
+        flow: &mut Flow<'_>,
+        patience: Patience<'_>,
+    ) -> Result<()> {
         let mut ranges = Ranges::default();
         while let Some(batch) = asked.batches.pop_front() {
-            self.receive(&asked.stream, job, &batch, &mut ranges, patience)
+            self.receive(&asked.stream, job, &batch, &mut ranges, flow, patience)
                 .map_err(|e| match e {
                     Fault::Io(e) => self.failed(job, "read", &e),
                     Fault::Told(e) => e,
@@ -179,10 +191,12 @@ impl TcpPath {
         job: &ReadJob,
         batch: &[Pattern],
         ranges: &mut Ranges,
+        flow: &mut Flow<'_>,
         patience: Patience<'_>,
     ) -> std::result::Result<(), Fault> {
         ranges.clear();
-        let mut bytes = 0;
+        let (mut bytes, mut on_host) = (0, 0);
+        let mut landing = Landing::default();
         // Neighbouring patterns mostly use the same two pools.
         let mut known = None;
         for pattern in batch {
@@ -199,11 +213,16 @@ impl TcpPath {
                 }
             };
             let moved = check(pattern, src_bytes, pool.bytes()).map_err(Fault::Told)?;
-            if moved > 0 {
+            if moved > 0 && pool.is_device() {
+                let at = landing.place(flow, pattern, pool, moved);
+                ranges.push(at.map_err(Fault::Told)?, moved as usize);
+                bytes += moved;
+            } else if moved > 0 {
                 for (_, to) in Runs::new(pattern) {
                     ranges.push(pool.base().wrapping_add(to as usize), pattern.run as usize);
                 }
                 bytes += moved;
+                on_host += moved;
             }
         }
         let mut head = [0; HEAD_BYTES];
@@ -215,15 +234,16 @@ impl TcpPath {
         if status != 0 || coming != bytes {
             return Err(self.refused(stream, status, text, coming, bytes, patience));
         }
-        // SAFETY: `check` has put every destination byte inside a pool of this job, which keeps it.
+        // SAFETY: `check` has put every destination byte inside a pool of this job, which keeps it,
+        // or it is in the buffer of a lane that `landing` has.
         unsafe { stream.receive_ranges(ranges, patience) }.map_err(Fault::Io)?;
         let mut trailer = [0; TRAILER_BYTES];
         stream.receive(&mut trailer, patience).map_err(Fault::Io)?;
         if u32::from_le_bytes(trailer) != 1 {
             job.lose_lease();
         }
-        job.add_moved(bytes);
-        Ok(())
+        job.add_moved(on_host);
+        landing.start(flow).map_err(Fault::Told)
     }
 
     fn refused(
@@ -300,7 +320,9 @@ impl DataPath for TcpPath {
             }
         };
         let outcome = asked.and_then(|mut asked: Asked| {
-            self.receive_all(job, &mut asked, patience)?;
+            let mut flow = Flow::new(&self.devices, job);
+            let received = self.receive_all(job, &mut asked, &mut flow, patience);
+            flow.finish(received)?;
             Ok(asked.stream)
         });
         match outcome {
@@ -333,11 +355,17 @@ impl DataPath for TcpPath {
             return Ok(false);
         };
         let spin = self.spin.min(LOOK);
-        if spin.is_zero() || !asked.stream.comes_within(spin) {
+        let host_only = asked.batches.iter().flatten().all(|pattern| {
+            let pool = job.pool(pattern.dst_pool);
+            pool.is_some_and(|pool| !pool.is_device())
+        });
+        if !host_only || spin.is_zero() || !asked.stream.comes_within(spin) {
             job.park(Box::new(asked));
             return Ok(false);
         }
-        match self.receive_all(job, &mut asked, look(spin, REST)) {
+        let mut flow = Flow::new(&self.devices, job);
+        let received = self.receive_all(job, &mut asked, &mut flow, look(spin, REST));
+        match flow.finish(received) {
             Ok(()) => {
                 self.put_back(asked.stream);
                 Ok(true)

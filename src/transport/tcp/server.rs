@@ -8,9 +8,11 @@ use std::time::Duration;
 
 use super::stream::{Patience, Ranges, Stream};
 use super::{BATCH_BYTES, HEAD_BYTES};
+use crate::cuda::Devices;
 use crate::error::{Error, Result};
 use crate::memory::Pool;
 use crate::plan::{Binding, Cursor, Pattern};
+use crate::transport::device::socket::Raising;
 use crate::transport::span::{Runs, check};
 use crate::wire::{Body, DataOpen, DataRead, Decoder, MAX_FRAME};
 use crate::{bail, err};
@@ -36,6 +38,9 @@ pub trait Source: Send + Sync {
 
     /// One of our pools.
     fn pool(&self, id: u32) -> Option<Arc<Pool>>;
+
+    /// Streams and buffers for pools on a device.
+    fn devices(&self) -> &Devices;
 }
 
 /// Answers up to this many bytes are one message: a copy costs less than two more calls, and the
@@ -138,7 +143,7 @@ fn answer(
         let e = err!(KVF_ERR_EXPIRED, "the source's lease has ended");
         return refuse(stream, &e, patience);
     }
-    let mut bytes = 0;
+    let (mut bytes, mut raising) = (0, Raising::new(source.devices()));
     let mut known: Option<&Arc<Pool>> = None; // neighbours mostly use the same one
     for pattern in batch.iter() {
         let same = known.filter(|pool| pool.id() == pattern.src_pool);
@@ -148,6 +153,13 @@ fn answer(
         known = Some(pool);
         match check(pattern, pool.bytes(), u64::MAX) {
             Ok(0) => {}
+            Ok(moved) if pool.is_device() => match raising.place(pattern, pool, moved) {
+                Ok(at) => {
+                    bytes += moved;
+                    ranges.push(at, moved as usize);
+                }
+                Err(e) => return refuse(stream, &e, patience),
+            },
             Ok(moved) => {
                 bytes += moved;
                 for (from, _) in Runs::new(pattern) {
@@ -160,12 +172,20 @@ fn answer(
             Err(e) => return refuse(stream, &e, patience),
         }
     }
+    if let Err(e) = raising.wait(limits.stall) {
+        // The device may still read the pools.
+        raising.finish(true);
+        std::mem::forget(guards);
+        return refuse(stream, &e, patience);
+    }
     let mut head = [0; HEAD_BYTES];
     head[8..].copy_from_slice(&bytes.to_le_bytes());
     if bytes <= ONE_MESSAGE {
         let mut whole = head.to_vec();
-        // SAFETY: `check` has put every byte inside a pool, which `guards` keep.
+        // SAFETY: `check` has put every byte inside a pool, which `guards` keep, or it is in the
+        // buffer of a lane that `raising` has.
         unsafe { ranges.copy_to(&mut whole) };
+        raising.finish(false);
         let held = u32::from((opened.holds)());
         drop(guards);
         whole.extend_from_slice(&held.to_le_bytes());
@@ -173,7 +193,9 @@ fn answer(
     }
     stream.send(&head, patience)?;
     // SAFETY: as above.
-    unsafe { stream.send_ranges(ranges, patience) }?;
+    let sent = unsafe { stream.send_ranges(ranges, patience) };
+    raising.finish(false);
+    sent?;
     let held = u32::from((opened.holds)());
     drop(guards);
     stream.send(&held.to_le_bytes(), patience)

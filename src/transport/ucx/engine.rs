@@ -222,7 +222,7 @@ impl Engine {
         if gets.is_empty() {
             return Ok(());
         }
-        flight.begin();
+        flight.begin(gets.len());
         if let Some(order) = self.queue.push(Order::Read(endpoint, flight.clone(), gets)) {
             refuse(order); // lands it
             bail!(KVF_ERR_TRANSFER, "ucx has been shut down");

@@ -49,6 +49,10 @@ pub struct Flight {
     /// Batches handed over, batches that are over.
     begun: AtomicU64,
     landed: AtomicU64,
+    /// The bell is rung from this many landed batches on.
+    ring_at: AtomicU64,
+    /// Gets that are not over.
+    gets: AtomicU64,
     /// Bytes of batches that are over without an error.
     bytes: AtomicU64,
     /// Gets that are not posted yet are dropped.
@@ -74,6 +78,8 @@ impl Flight {
             bell,
             begun: AtomicU64::new(0),
             landed: AtomicU64::new(0),
+            ring_at: AtomicU64::new(0),
+            gets: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             error: Mutex::new(None),
@@ -85,6 +91,11 @@ impl Flight {
     pub fn in_flight(&self) -> u64 {
         // `begun` is changed by the asking thread only.
         self.begun.load(Ordering::Relaxed) - self.landed.load(Ordering::Acquire)
+    }
+
+    /// Gets of batches that are not over.
+    pub fn gets(&self) -> u64 {
+        self.gets.load(Ordering::Relaxed)
     }
 
     /// Bytes that have arrived since the last call.
@@ -115,27 +126,38 @@ impl Flight {
     pub fn fail(&self, e: Error) {
         self.error().get_or_insert(e);
         self.stop();
-    }
-
-    /// Counts a batch that is about to be handed over.
-    pub fn begin(&self) {
-        self.begun.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// A batch is over.
-    pub fn land(&self) {
-        self.landed.fetch_add(1, Ordering::Release);
         self.bell.ring();
     }
 
-    /// Sleeps until a batch is over or `wake` is readable, at most until `deadline`; false: it has
-    /// passed.
-    pub fn wait(&self, wake: Option<BorrowedFd<'_>>, deadline: Option<Instant>) -> bool {
-        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        if left.is_some_and(|left| left.is_zero()) {
+    /// Counts a batch of so many gets that is about to be handed over.
+    pub fn begin(&self, gets: usize) {
+        self.gets.fetch_add(gets as u64, Ordering::Relaxed);
+        self.begun.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A batch of so many gets is over.
+    pub fn land(&self, gets: usize) {
+        self.gets.fetch_sub(gets as u64, Ordering::Relaxed);
+        // SeqCst: either this sees the waiter's `ring_at`, or the waiter sees this batch landed.
+        let landed = self.landed.fetch_add(1, Ordering::SeqCst) + 1;
+        if landed >= self.ring_at.load(Ordering::SeqCst) || self.is_stopped() {
+            self.bell.ring();
+        }
+    }
+
+    /// Sleeps until at most `left` batches are in flight, one has failed or `wake` is readable, at
+    /// most until `deadline`; false: it has passed. May return early.
+    pub fn wait(&self, left: u64, wake: Option<BorrowedFd<'_>>, deadline: Option<Instant>) -> bool {
+        let time = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        if time.is_some_and(|time| time.is_zero()) {
             return false;
         }
-        if wait_readable([Some(self.bell.as_fd()), wake], left).is_err() {
+        let enough = self.begun.load(Ordering::Relaxed).saturating_sub(left);
+        self.ring_at.store(enough, Ordering::SeqCst);
+        if self.landed.load(Ordering::SeqCst) >= enough {
+            return true;
+        }
+        if wait_readable([Some(self.bell.as_fd()), wake], time).is_err() {
             // Unheard of; then slowly instead of not at all.
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -162,6 +184,7 @@ pub struct Batch {
     pub flight: Arc<Flight>,
     /// Gets that are not over.
     open: AtomicUsize,
+    gets: usize,
     bytes: u64,
     /// Gets that UCX has at this endpoint, of all batches.
     posted: Arc<AtomicUsize>,
@@ -180,6 +203,7 @@ impl Batch {
             ucx,
             flight: flight.clone(),
             open: AtomicUsize::new(gets.len()),
+            gets: gets.len(),
             bytes: gets.iter().map(|get| get.bytes).sum(),
             posted,
         })
@@ -219,6 +243,6 @@ impl Batch {
         if !self.flight.is_stopped() {
             self.flight.bytes.fetch_add(self.bytes, Ordering::AcqRel);
         }
-        self.flight.land();
+        self.flight.land(self.gets);
     }
 }

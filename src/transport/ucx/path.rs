@@ -18,8 +18,10 @@ use crate::{bail, err};
 
 /// Bytes of one batch.
 const BATCH_BYTES: u64 = 1 << 20;
-/// Batches of one worker on their way.
-const DEPTH: u64 = 3;
+/// Batches and gets that one worker has handed over at most: plenty, so that the progress thread has
+/// work however late the worker wakes up. A cancel drops what UCX does not have yet.
+const DEPTH: u64 = 32;
+const GETS: u64 = 16_384;
 /// How long gets that UCX has may go on after a cancel, before the endpoint is closed under them.
 const GRACE: Duration = Duration::from_millis(500);
 /// How long a forced close may take before all of this agent's UCX is ended.
@@ -119,7 +121,7 @@ impl UcxPath {
         let wake = job.map(ReadJob::wake).transpose()?;
         let mut late = false;
         while flight.in_flight() > 0 && !late && !job.is_some_and(ReadJob::is_cancelled) {
-            late = !flight.wait(wake.map(AsFd::as_fd), Some(deadline));
+            late = !flight.wait(0, wake.map(AsFd::as_fd), Some(deadline));
         }
         if flight.in_flight() > 0 {
             flight.fail(err!(
@@ -151,10 +153,12 @@ impl UcxPath {
     fn read(&self, job: &ReadJob, flight: &Arc<Flight>) -> Result<()> {
         let wake = job.wake()?;
         let (mut patterns, mut registered) = (Vec::new(), Vec::new());
+        let mut more = true;
         loop {
-            while flight.in_flight() < DEPTH {
+            while more && flight.in_flight() < DEPTH && flight.gets() < GETS {
                 patterns.clear();
                 if job.next_at(BATCH_BYTES, &mut patterns).is_none() {
+                    more = false;
                     break;
                 }
                 let gets = self.gets(job, &patterns, &mut registered)?;
@@ -166,7 +170,9 @@ impl UcxPath {
             if flight.in_flight() == 0 || flight.is_stopped() || job.is_cancelled() {
                 return Ok(());
             }
-            flight.wait(Some(wake.as_fd()), None); // the import's deadline sets `wake`
+            // Half is still on its way when the next ones are made. The import's deadline sets `wake`.
+            let left = if more { flight.in_flight() / 2 } else { 0 };
+            flight.wait(left, Some(wake.as_fd()), None);
         }
     }
 
@@ -228,14 +234,14 @@ impl UcxPath {
         // Without a limit: as long as UCX may write, the slots are not safe, and this thread is what
         // says so.
         while flight.in_flight() > 0 {
-            flight.wait(None, None);
+            flight.wait(0, None, None);
         }
     }
 
     fn landed_within(&self, flight: &Flight, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
         while flight.in_flight() > 0 {
-            if !flight.wait(None, Some(deadline)) {
+            if !flight.wait(0, None, Some(deadline)) {
                 return false;
             }
         }

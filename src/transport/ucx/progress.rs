@@ -21,9 +21,10 @@ use crate::error::{Error, Result};
 use crate::runtime::{Bell, wait_readable};
 use crate::{err, observe};
 
-/// Gets that UCX has of one endpoint at a time. More would only lie in its queues, where a cancel
-/// cannot take them back.
-const WINDOW: usize = 64;
+/// Bytes that UCX has of one endpoint at a time, as gets of the size of the next one, and between how
+/// many gets. More would only lie in its queues, where a cancel cannot take them back.
+const WINDOW_BYTES: u64 = 8 << 20;
+const WINDOW: std::ops::RangeInclusive<u64> = 8..=64;
 /// Bytes posted to one endpoint before orders are looked at again: where UCX reads the peer's memory
 /// through the kernel, posting is copying.
 const TURN_BYTES: u64 = 1 << 20;
@@ -413,11 +414,11 @@ impl Progress {
             }
             Some(endpoint) => {
                 flight.fail(endpoint.state.why_closed(self.ucx));
-                flight.land();
+                flight.land(gets.len());
             }
             None => {
                 flight.fail(err!(KVF_ERR_TRANSFER, "the endpoint was closed before"));
-                flight.land();
+                flight.land(gets.len());
             }
         }
     }
@@ -427,10 +428,15 @@ impl Progress {
         let mut some = false;
         for endpoint in self.endpoints.values_mut() {
             let mut bytes = 0;
-            while bytes < TURN_BYTES && endpoint.posted.load(Ordering::Relaxed) < WINDOW {
+            while bytes < TURN_BYTES {
                 let Some((batch, gets)) = endpoint.waiting.front_mut() else {
                     break;
                 };
+                let next = gets.as_slice().first().map_or(1, |get| get.bytes.max(1));
+                let window = (WINDOW_BYTES / next).clamp(*WINDOW.start(), *WINDOW.end());
+                if endpoint.posted.load(Ordering::Relaxed) as u64 >= window {
+                    break;
+                }
                 let next = if batch.flight.is_stopped() {
                     None
                 } else {
@@ -545,9 +551,9 @@ pub fn refuse(order: Order) {
                 done();
             }
         }
-        Order::Read(_, flight, _) => {
+        Order::Read(_, flight, gets) => {
             flight.fail(err!(KVF_ERR_TRANSFER, "ucx has been shut down"));
-            flight.land();
+            flight.land(gets.len());
         }
     }
 }
