@@ -60,16 +60,26 @@ TEST(Pool, EveryBadDescriptionOfOwnMemoryIsRefused) {
   EXPECT_REFUSED(create(desc), KVF_ERR_OUT_OF_RANGE, "end of the address space");
   desc.bytes = sizeof memory;
   desc.memory_kind = KVF_MEMORY_DEVICE;
-  EXPECT_REFUSED(create(desc), KVF_ERR_UNSUPPORTED, "KVF_MEMORY_DEVICE");
+  if (has_cuda()) {
+    EXPECT_REFUSED(create(desc), KVF_ERR_INVALID_ARGUMENT, "no memory of the CUDA driver");
+    desc.device = 1000;
+    EXPECT_REFUSED(create(desc), KVF_ERR_INVALID_ARGUMENT, "device 1000 does not exist");
+    desc.device = 0;
+  } else {
+    EXPECT_REFUSED(create(desc), KVF_ERR_UNSUPPORTED, "no CUDA driver");
+  }
+  desc.flags = KVF_POOL_PINNED;
+  EXPECT_REFUSED(create(desc), KVF_ERR_INVALID_ARGUMENT, "desc.flags");
+  desc.flags = 0;
   desc.memory_kind = 2;
   EXPECT_REFUSED(create(desc), KVF_ERR_INVALID_ARGUMENT, "desc.memory_kind 2");
   desc.memory_kind = KVF_MEMORY_HOST;
   desc.device = 1;
   EXPECT_REFUSED(create(desc), KVF_ERR_INVALID_ARGUMENT, "desc.device");
   desc.device = 0;
-  desc.reserved = 1;
-  EXPECT_REFUSED(create(desc), KVF_ERR_INVALID_ARGUMENT, "desc.reserved");
-  desc.reserved = 0;
+  desc.flags = 2;
+  EXPECT_REFUSED(create(desc), KVF_ERR_INVALID_ARGUMENT, "desc.flags is 0x2");
+  desc.flags = 0;
   desc.struct_size = 4;
   EXPECT_REFUSED(create(desc), KVF_ERR_ABI_MISMATCH, "desc.struct_size is 4");
   EXPECT_EQ(pool, kUntouched);

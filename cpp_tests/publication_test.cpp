@@ -53,7 +53,7 @@ TEST(Publication, EveryBadDescriptionIsRefusedAndChangesNothing) {
   refused(argument, "desc.aux is NULL", [](auto& d) { d.desc.aux_bytes = 1; });
   refused(argument, "desc.groups[0].reserved is 1", [](auto& d) { d.group.reserved = 1; });
   refused(argument, "desc.groups[0].slots is NULL", [](auto& d) { d.group.slots = nullptr; });
-  refused(KVF_ERR_UNSUPPORTED, "desc.stream is set", [](auto& d) { d.desc.stream = &d; });
+  refused(no_stream().first, no_stream().second, [](auto& d) { d.desc.stream = &d; });
   refused(argument, "2 slots and a token_end of 0", [](auto& d) { d.group.token_end = 0; });
   refused(argument, "tokens 9..8", [](auto& d) { d.group.token_begin = 9; });
   refused(argument, "1 slots for the 2 blocks", [](auto& d) { d.group.num_slots = 1; });

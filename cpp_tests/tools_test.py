@@ -29,8 +29,8 @@ class Info(unittest.TestCase):
         self.assertEqual(info["version"], info["header_version"])
         self.assertEqual(info["abi_version"], 1)
         paths = {path["name"]: path for path in info["transports"]}
-        self.assertEqual(list(paths), ["inproc", "shm", "tcp", "ucx", "cuda_ipc"])
-        for name in ["inproc", "shm"]:
+        self.assertEqual(list(paths), ["inproc", "shm", "unix", "tcp", "ucx", "cuda_ipc"])
+        for name in ["inproc", "shm", "unix", "tcp"]:
             self.assertTrue(paths[name]["available"], paths[name])
         for path in paths.values():
             self.assertTrue(path["reason"], path)
@@ -41,10 +41,12 @@ class Info(unittest.TestCase):
         self.assertIn("memlock_limit", machine)
         self.assertIn("open_files_limit", machine)
         self.assertIsInstance(machine["reserved_huge_pages"], list)
+        self.assertIn("CUDA", machine["cuda"])
 
     def test_text_names_every_transport(self):
         text = run("kvferry-info")
-        for name in ["inproc: available", "shm: available", "tcp:", "ucx:", "cuda_ipc:"]:
+        for name in ["inproc: available", "shm: available", "unix: available", "tcp: available", "ucx:",
+                     "cuda_ipc:"]:
             self.assertIn(name, text)
 
     def test_self_test_moves_both_kinds_of_memory(self):
@@ -55,6 +57,32 @@ class Info(unittest.TestCase):
             self.assertEqual(test["transport"], "shm", test)
             # Slots 255, 252, ... 3, and 0, of 64 KiB each.
             self.assertEqual(test["bytes"], 86 * 65536, test)
+
+    def test_peer_tells_what_is_selected_and_what_stands_against_the_others(self):
+        with tempfile.TemporaryDirectory() as folder:
+            metadata, key, other = (pathlib.Path(folder) / name for name in ["meta", "key", "other"])
+            key.write_text("sixteen bytes or more\n")
+            other.write_text("another key as long\n")
+            serve = subprocess.Popen([TOOLS / "kvferry-info", "--serve", metadata, "--key-file", key],
+                                     stdout=subprocess.PIPE, text=True)
+            try:
+                self.assertIn("serving", serve.stdout.readline())
+                found = json.loads(run("kvferry-info", "--peer", metadata, "--key-file", key, "--json"))
+                self.assertEqual(found["selected"], "shm", found)
+                paths = {path["name"]: path for path in found["transports"]}
+                for name, available in [("inproc", False), ("shm", True), ("unix", True), ("tcp", True)]:
+                    self.assertEqual(paths[name]["available"], available, paths[name])
+                    self.assertIn(name + ":", paths[name]["reason"])
+                self.assertIn("another process", paths["inproc"]["reason"])
+                text = run("kvferry-info", "--peer", metadata, "--key-file", key)
+                self.assertIn("selected shm", text)
+                text = run("kvferry-info", "--peer", metadata, "--key-file", other, status=1)
+                self.assertIn("no transport", text)
+                self.assertIn("another pre-shared key", text)
+            finally:
+                serve.terminate()
+                self.assertEqual(serve.wait(timeout=20), 0)
+                serve.stdout.close()
 
     def test_unknown_options_are_refused(self):
         done = subprocess.run([TOOLS / "kvferry-info", "--no-such-option"], capture_output=True)
@@ -200,6 +228,24 @@ class Bench(unittest.TestCase):
     def test_own(self):
         self.assertIn("process_vm_readv", self.one_case("own")["limit"])
 
+    def test_every_transport_has_its_limit(self):
+        for transport, limit in [("inproc", "memcpy"), ("unix", "unix_stream"), ("tcp", "tcp_stream")]:
+            for memory, spin in [("pool", 0), ("own", 200)]:
+                [result] = self.lines("--transport", transport, "--memory", memory, "--spin-us", spin, "--scattered",
+                                      "--block-size", "4KiB", "--blocks", 300, "--repeats", 1, "--threads", 2)
+                self.assertEqual((result["transport"], result["memory"]), (transport, memory))
+                self.assertIn(limit, result["bare_gbps"])
+                self.assertIs(result["compared"], True)
+
+    def test_steps_wait_for_a_line(self):
+        done = subprocess.run([TOOLS / "kvferry-bench", "--step", "--quiet-s", "0", "--pool-mib", "16", "--repeats", "2",
+                               "--block-size", "4KiB", "--blocks", "10", "--transport", "tcp"],
+                              input="\n\n\n", capture_output=True, text=True, timeout=100)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        self.assertEqual([line.get("repetition") for line in lines], [0, 1, 2, None], done.stderr)
+        self.assertEqual(set(lines[1]["seconds"]), {"kvferry", "tcp_stream"})
+        self.assertEqual(lines[3]["repeats"], 2)
+
     def test_odd_sizes(self):
         [result] = self.lines("--block-size", 64, "--blocks", 7, "--repeats", 1, "--threads", 1)
         self.assertIs(result["compared"], True)
@@ -210,10 +256,12 @@ class Bench(unittest.TestCase):
         for name, keys in {
             "status": ["transfer_poll_ns", "take_events_ns"],
             "latency": ["p50_us", "p99_us", "event_fd_p50_us", "limit_p50_us"],
-            "begin": ["p50_us", "blocks"],
+            "begin": ["p50_us", "blocks", "peer_ms", "layout_ms"],
+            "registration": ["first_us", "last_us", "last_over_first"],
             "idle": ["cpu_ms", "wakeups_per_s"],
         }.items():
-            [result] = self.lines("--scenario", name, "--idle-s", 0.5, "--repeats", 1)
+            [result] = self.lines("--scenario", name, "--idle-s", 0.5, "--repeats", 1,
+                                  "--rounds", 100, "--regions", 300)
             self.assertEqual(result["case"], name)
             for key in keys:
                 self.assertIn(key, result, name)
@@ -222,6 +270,19 @@ class Bench(unittest.TestCase):
         text = run("kvferry-bench", "--quiet-s", 0, "--pool-mib", 1, "--block-size", "64KiB",
                    "--blocks", 17, status=1)
         self.assertIn("--pool-mib", text)
+
+
+class Scale(unittest.TestCase):
+    """Batches of any size in one call, with default settings, over every transport."""
+
+    def test_many_blocks_of_4_kib(self):
+        for transport in ["inproc", "shm", "unix", "tcp"]:
+            for blocks in [4096, 100_000]:
+                text = run("kvferry-bench", "--json", "--quiet-s", 0, "--transport", transport, "--pool-mib", 400,
+                           "--block-size", "4KiB", "--blocks", blocks, "--repeats", 1)
+                result = json.loads(text)
+                self.assertEqual((result["transport"], result["blocks"]), (transport, blocks))
+                self.assertIs(result["compared"], True)
 
 
 if __name__ == "__main__":

@@ -473,9 +473,6 @@ TEST_F(CacheTransceiverTest, BadArgumentsAreNamed) {
         "request");
   named(kvf_transceiver_request_and_receive_async(t, &request), KVF_ERR_INVALID_ARGUMENT,
         "request.peer");
-  request.stream = t;
-  named(kvf_transceiver_request_and_receive_async(t, &request), KVF_ERR_UNSUPPORTED,
-        "request.stream");
   kvf_transceiver_config config = KVF_TRANSCEIVER_CONFIG_INIT;
   kvf_transceiver* made = nullptr;
   const auto create = [&] {

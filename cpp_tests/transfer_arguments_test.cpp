@@ -22,7 +22,7 @@ TEST(TransferArguments, EveryBadPullIsRefusedAndChangesNothing) {
   constexpr auto argument = KVF_ERR_INVALID_ARGUMENT, range = KVF_ERR_OUT_OF_RANGE;
   refused(KVF_ERR_ABI_MISMATCH, "desc.struct_size", [](auto& d) { d.desc.struct_size = 1; });
   refused(argument, "desc.reserved", [](auto& d) { d.desc.reserved = 1; });
-  refused(KVF_ERR_UNSUPPORTED, "desc.stream is set", [](auto& d) { d.desc.stream = &d; });
+  refused(no_stream().first, no_stream().second, [](auto& d) { d.desc.stream = &d; });
   refused(argument, "desc.peer is NULL", [](auto& d) { d.desc.peer = nullptr; });
   refused(argument, "desc.peer belongs to another agent",
           [&](auto& d) { d.desc.peer = strangers.peer.c(); });
@@ -101,7 +101,7 @@ TEST(TransferArguments, EveryBadImportIsRefusedAndChangesNothing) {
   refused(abi, "elem_size of desc.states", [](auto& d) { d.desc.states_elem_size = 0; });
   refused(abi, "elem_size of desc.owned_only", [](auto& d) { d.desc.owned_only_elem_size = 0; });
   refused(argument, "desc.reserved", [](auto& d) { d.desc.reserved = 1; });
-  refused(KVF_ERR_UNSUPPORTED, "desc.stream is set", [](auto& d) { d.desc.stream = &d; });
+  refused(no_stream().first, no_stream().second, [](auto& d) { d.desc.stream = &d; });
   refused(argument, "desc.direction 2", [](auto& d) { d.desc.direction = 2; });
   refused(argument, "desc.peer is NULL", [](auto& d) { d.desc.peer = nullptr; });
   refused(argument, "desc.ticket is NULL", [](auto& d) { d.desc.ticket = nullptr; });
@@ -192,7 +192,7 @@ TEST(TransferArguments, FunctionsNameTheirBadArguments) {
   EXPECT_EQ(needed, 3u);
   EXPECT_EQ(aux[0], 9);
   EXPECT_REFUSED(kvf_transfer_offer(t, nullptr, 0, &needed), KVF_ERR_STATE, "kvf_receive_begin");
-  EXPECT_REFUSED(kvf_transfer_stream_wait(t, nullptr), KVF_ERR_UNSUPPORTED, "streams");
+  EXPECT_REFUSED(kvf_transfer_stream_wait(t, nullptr), argument, "KVF_STREAM_LEGACY");
 }
 
 TEST(TransferArguments, EveryBadPushIsRefused) {
@@ -225,7 +225,7 @@ TEST(TransferArguments, EveryBadPushIsRefused) {
   };
   constexpr auto argument = KVF_ERR_INVALID_ARGUMENT;
   refused(KVF_ERR_ABI_MISMATCH, "desc.struct_size", [](auto& d) { d.desc.struct_size = 1; });
-  refused(KVF_ERR_UNSUPPORTED, "desc.stream is set", [](auto& d) { d.desc.stream = &d; });
+  refused(no_stream().first, no_stream().second, [](auto& d) { d.desc.stream = &d; });
   refused(KVF_ERR_UNSUPPORTED, "desc.priority is 1", [](auto& d) { d.desc.priority = 1; });
   refused(argument, "desc.peer is NULL", [](auto& d) { d.desc.peer = nullptr; });
   refused(argument, "desc.peer belongs", [&](auto& d) { d.desc.peer = pair.peer.c(); });
@@ -247,8 +247,8 @@ TEST(TransferArguments, EveryBadPushIsRefused) {
   EXPECT_REFUSED(kvf_receive_begin(pair.sink.agent.c(), &bad, &out), argument, "desc.key.reserved");
   bad.key.reserved = 0;
   bad.stream = &bad;
-  EXPECT_REFUSED(kvf_receive_begin(pair.sink.agent.c(), &bad, &out), KVF_ERR_UNSUPPORTED,
-                 "desc.stream");
+  EXPECT_REFUSED(kvf_receive_begin(pair.sink.agent.c(), &bad, &out), no_stream().first,
+                 no_stream().second);
   EXPECT_REFUSED(kvf_receive_begin(pair.sink.agent.c(), nullptr, &out), argument, "desc is NULL");
   bad.stream = nullptr;
   EXPECT_REFUSED(kvf_receive_begin(pair.sink.agent.c(), &bad, nullptr), argument,

@@ -40,6 +40,17 @@
 #endif
 
 /**
+ * The legacy default stream where a stream is asked for, as `(void *)KVF_STREAM_LEGACY`: the
+ * number of CU_STREAM_LEGACY. NULL is no stream.
+ */
+#define KVF_STREAM_LEGACY 1
+
+/**
+ * The calling thread's default stream: the number of CU_STREAM_PER_THREAD.
+ */
+#define KVF_STREAM_PER_THREAD 2
+
+/**
  * A transfer has its outcome.
  */
 #define KVF_EVENT_TRANSFER_ENDED 1
@@ -210,9 +221,15 @@
 #define KVF_MEMORY_HOST 0
 
 /**
- * Memory of a CUDA device. Not served yet.
+ * Memory of a CUDA device, from cudaMalloc (cuMemAlloc).
  */
 #define KVF_MEMORY_DEVICE 1
+
+/**
+ * Pins host memory for copies to and from CUDA devices (cuMemHostRegister); undone before the
+ * pool is released. Needs a device pool registered before, or a CUDA context on this thread.
+ */
+#define KVF_POOL_PINNED 1
 
 /**
  * Not ended.
@@ -868,7 +885,7 @@ typedef struct kvf_pull_desc {
   uint64_t token_end;
   /**
    * CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
-   * they are done; anything else is KVF_ERR_UNSUPPORTED for now.
+   * they are done now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
    */
   void *stream;
   /**
@@ -1027,7 +1044,7 @@ typedef struct kvf_import_desc {
   size_t num_owned_only;
   /**
    * CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
-   * they are done; anything else is KVF_ERR_UNSUPPORTED for now.
+   * they are done now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
    */
   void *stream;
   /**
@@ -1352,6 +1369,14 @@ typedef struct kvf_host_pool_config {
    * Returned in the pool's events.
    */
   uint64_t user_data;
+  /**
+   * 0 or KVF_POOL_PINNED.
+   */
+  uint32_t flags;
+  /**
+   * Must be 0.
+   */
+  uint32_t reserved;
 } kvf_host_pool_config;
 
 /**
@@ -1383,9 +1408,9 @@ typedef struct kvf_pool_desc {
    */
   uint32_t device;
   /**
-   * Must be 0.
+   * KVF_POOL_PINNED for host memory, or 0.
    */
-  uint32_t reserved;
+  uint32_t flags;
   /**
    * Returned in the pool's events.
    */
@@ -1513,7 +1538,7 @@ typedef struct kvf_publish_desc {
   size_t num_states;
   /**
    * CUstream: the slots are readable when what is enqueued so far is done. NULL = they are
-   * readable now; anything else is KVF_ERR_UNSUPPORTED for now.
+   * readable now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
    */
   void *stream;
   /**
@@ -1650,7 +1675,8 @@ typedef struct kvf_receive_desc {
    */
   size_t num_owned_only;
   /**
-   * CUstream: earlier users of the slots are done when what is enqueued so far is done.
+   * CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
+   * they are done now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
    */
   void *stream;
   /**
@@ -1725,7 +1751,8 @@ typedef struct kvf_push_desc {
    */
   size_t num_states;
   /**
-   * CUstream: the slots are readable when what is enqueued so far is done.
+   * CUstream: the slots are readable when what is enqueued so far is done. NULL = they are
+   * readable now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
    */
   void *stream;
   /**
@@ -1935,7 +1962,7 @@ typedef struct kvf_receive_request {
   size_t num_owned_only;
   /**
    * CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
-   * they are done; anything else is KVF_ERR_UNSUPPORTED for now.
+   * they are done now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
    */
   void *stream;
   /**
@@ -2312,6 +2339,23 @@ kvf_status kvf_metrics_text(const struct kvf_agent *agent,
 KVF_NOEXCEPT;
 
 /**
+ * Tells whether there is a CUDA driver, in one line: version, library, devices; or why there is
+ * none. The driver is loaded by the first call that needs it, from the path in the environment
+ * variable KVFERRY_CUDA_LIBRARY when it is set; the library works without one.
+ *
+ * @param[out] buf     Receives the NUL-terminated UTF-8 text, cut to @p cap bytes; may be NULL when
+ *                     @p cap is 0.
+ * @param      cap     Size of @p buf in bytes.
+ * @param[out] needed  Receives the size of the whole text with its NUL; may be NULL.
+ * @return KVF_OK; KVF_ERR_UNSUPPORTED when there is none: kvf_last_error() says why, @p buf stays
+ *         untouched.
+ *
+ * # Safety
+ * @p buf must point to @p cap writable bytes, @p needed be NULL or writable.
+ */
+kvf_status kvf_cuda_info(char *buf, size_t cap, size_t *needed) KVF_NOEXCEPT;
+
+/**
  * Joins the ranks of an engine; once per agent, after kvf_agent_set_layout().
  *
  * Checked here: the ranks together hold every layer, head, section and block ordinal. With
@@ -2404,7 +2448,8 @@ KVF_NOEXCEPT;
  *         a slot that a transfer, a publication or the quarantine holds, named in
  *         kvf_last_error(); KVF_ERR_INVALID_ARGUMENT for bytes that are no ticket and for a
  *         ticket of another engine; KVF_ERR_NOT_FOUND for a group that was not published;
- *         KVF_ERR_PREFIX_MISMATCH; KVF_ERR_UNSUPPORTED for a stream. Nothing has changed then;
+ *         KVF_ERR_PREFIX_MISMATCH; KVF_ERR_UNSUPPORTED for a stream that is being captured, or
+ *         without a CUDA driver. Nothing has changed then;
  *         whatever fails later is the transfer's outcome.
  *
  * # Safety
@@ -2641,15 +2686,19 @@ KVF_NOEXCEPT;
  * Registers memory of the caller.
  *
  * It must stay mapped, and stay the same memory, until kvferry says that it may be freed: see
- * kvf_pool_unregister_begin(). It must not overlap another pool of the agent.
+ * kvf_pool_unregister_begin(). It must not overlap another pool of the agent. Device memory must
+ * lie in one allocation of cudaMalloc or cuMemAlloc; its context is used, never owned.
  *
  * @param      agent  The agent.
  * @param[in]  desc   Start from KVF_POOL_DESC_INIT. Not kept.
  * @param[out] pool   Receives the pool; end it with kvf_pool_destroy().
- * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for a NULL base, 0 bytes or an unknown kind;
- *         KVF_ERR_OUT_OF_RANGE for a range that passes the end of the address space;
- *         KVF_ERR_DUPLICATE for memory that overlaps another pool;
- *         KVF_ERR_UNSUPPORTED for KVF_MEMORY_DEVICE.
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for a NULL base, 0 bytes, an unknown kind, and memory
+ *         that is not of the kind or device that was named, or managed;
+ *         KVF_ERR_OUT_OF_RANGE for a range that passes the end of the address space or of its
+ *         allocation on a device;
+ *         KVF_ERR_DUPLICATE for memory that overlaps another pool or is pinned already;
+ *         KVF_ERR_UNSUPPORTED for KVF_MEMORY_DEVICE without a CUDA driver, and for memory of
+ *         cuMemCreate or of a memory pool; KVF_ERR_STATE to pin without a CUDA context.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes, the memory be
@@ -2661,7 +2710,7 @@ kvf_status kvf_pool_register(struct kvf_agent *agent,
 KVF_NOEXCEPT;
 
 /**
- * Gives a pool's memory.
+ * Gives a pool's memory. Of a device pool an address that only the device can use.
  *
  * @param      pool   The pool.
  * @param[out] base   Receives the address of its first byte.
@@ -2741,8 +2790,8 @@ kvf_status kvf_pool_destroy(struct kvf_pool *pool) KVF_NOEXCEPT;
  *         KVF_ERR_DUPLICATE for a slot or group named twice; KVF_ERR_INVALID_ARGUMENT for fewer
  *         slots than tokens; KVF_ERR_SLOT_BUSY for a slot that a transfer writes, with its holder
  *         in kvf_last_error(); KVF_ERR_LIMIT when `max_publications` live, for more than
- *         1048576 slots, or when `aux` is too long;
- *         KVF_ERR_UNSUPPORTED for a stream. Nothing was offered then.
+ *         1048576 slots, or when `aux` is too long; KVF_ERR_UNSUPPORTED for a stream that is being
+ *         captured, or without a CUDA driver. Nothing was offered then.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its arrays to as
@@ -3585,12 +3634,14 @@ KVF_NOEXCEPT;
 
 /**
  * Makes a CUDA stream wait, without a block on the host, until the transfer has ended, in success
- * or failure, at the latest at its deadline. It orders work; it does not say success. Not served
- * yet.
+ * or failure, at the latest at its deadline. It orders work; it does not say success: what the
+ * stream does next must not be trusted before kvf_transfer_poll() has said KVF_OK.
  *
  * @param transfer  The transfer.
- * @param stream    CUstream of the caller; NULL = the legacy default stream.
- * @return KVF_ERR_UNSUPPORTED.
+ * @param stream    CUstream of the caller, KVF_STREAM_LEGACY or KVF_STREAM_PER_THREAD.
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for NULL and for what is no stream;
+ *         KVF_ERR_UNSUPPORTED for a stream that is being captured, on a device without stream
+ *         memory operations, or without a CUDA driver.
  *
  * # Safety
  * @p transfer and @p stream must be live.
@@ -3641,7 +3692,7 @@ uint32_t kvf_abi_version(void) KVF_NOEXCEPT;
     {sizeof(kvf_engine_desc), KVF_ABI_VERSION, 0, 0, 0, NULL, NULL, NULL, sizeof(kvf_bytes), 0}
 #define KVF_EVENT_INIT {0, 0, 0, 0, {0, 0, 0}}
 #define KVF_GROUP_DESC_INIT {0, 0, 0, 0, 0, 0, NULL, 0, NULL, sizeof(kvf_view_desc), 0}
-#define KVF_HOST_POOL_CONFIG_INIT {sizeof(kvf_host_pool_config), KVF_ABI_VERSION, 0, 0, 0, 0}
+#define KVF_HOST_POOL_CONFIG_INIT {sizeof(kvf_host_pool_config), KVF_ABI_VERSION, 0, 0, 0, 0, 0, 0}
 #define KVF_IMPORT_DESC_INIT \
     {sizeof(kvf_import_desc), KVF_ABI_VERSION, 0, NULL, NULL, 0, NULL, \
      sizeof(kvf_import_group), 0, NULL, sizeof(kvf_import_state), 0, NULL, \

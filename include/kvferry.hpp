@@ -624,6 +624,17 @@ class Agent {
     config.user_data = user_data;
     return Pool(make<Pool::Owner>(kvf_host_pool_create, agent_, &config));
   }
+  // kvf_pool_register() with KVF_MEMORY_DEVICE: cudaMalloc's memory.
+  Pool register_device_memory(void* base, std::uint64_t bytes, std::uint32_t device = 0,
+                              std::uint64_t user_data = 0) {
+    kvf_pool_desc desc = KVF_POOL_DESC_INIT;
+    desc.memory_kind = KVF_MEMORY_DEVICE;
+    desc.base = base;
+    desc.bytes = bytes;
+    desc.device = device;
+    desc.user_data = user_data;
+    return Pool(make<Pool::Owner>(kvf_pool_register, agent_, &desc));
+  }
   // kvf_pool_register(): the caller's own memory.
   Pool register_memory(void* base, std::uint64_t bytes, std::uint64_t user_data = 0) {
     kvf_pool_desc desc = KVF_POOL_DESC_INIT;

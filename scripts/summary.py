@@ -30,7 +30,10 @@ def main(junit, skipped):
             lines.add(f"{name}: disabled")
         # "notrun" is also what ctest says of a missing program or a failed fixture.
         elif status == "notrun" and why is not None and why.get("message", "").startswith("SKIP"):
-            if name.removeprefix("static.") not in explained:
+            # A line may speak for a family: "net.tcp: ..." for net.tcp.loss.
+            family = name.removeprefix("static.").split(".")
+            prefixes = {".".join(family[:n]) for n in range(1, len(family) + 1)}
+            if not prefixes & explained:
                 lines.add(f"{name}: no reason given")
         else:
             failed.append(name)

@@ -6,6 +6,7 @@
 
 pub mod agent;
 pub mod copy;
+pub mod cuda;
 pub mod error;
 pub mod ffi;
 pub mod ids;

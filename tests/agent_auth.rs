@@ -13,7 +13,7 @@ use kvferry::wire::opening::{Caller, Purpose};
 use kvferry::wire::{self, Body, Frame};
 
 const LONG: Duration = Duration::from_secs(20);
-const SLOT: u64 = 4096;
+const SLOT: u64 = 1 << 20;
 
 struct Side {
     agent: Agent,
@@ -31,8 +31,18 @@ fn free_address() -> SocketAddr {
 }
 
 fn side(name: &str, auth_key: Option<AuthKey>, transport: &str, connect: Duration) -> Side {
+    configured(name, auth_key, transport, connect, |_| {})
+}
+
+fn configured(
+    name: &str,
+    auth_key: Option<AuthKey>,
+    transport: &str,
+    connect: Duration,
+    configure: impl FnOnce(&mut AgentConfig),
+) -> Side {
     let address = free_address();
-    let config = AgentConfig {
+    let mut config = AgentConfig {
         name: name.into(),
         listen: address.to_string(),
         transports: vec![transport.into()],
@@ -43,6 +53,7 @@ fn side(name: &str, auth_key: Option<AuthKey>, transport: &str, connect: Duratio
         },
         ..AgentConfig::default()
     };
+    configure(&mut config);
     let agent = Agent::create(config, None).unwrap();
     let pool = agent.create_pool(4 * SLOT, None, 0).unwrap();
     let view = View {
@@ -175,6 +186,13 @@ fn hands_over(source: &Side, sink: &Side, peer: &Peer) {
     assert_eq!(slot(sink, 2), slot(source, 1));
     assert!(slot(sink, 1).iter().all(|b| *b == 0));
     assert_eq!(publication.wait(LONG), KVF_OK);
+}
+
+/// Names of this process's threads that begin so.
+fn threads(begin: &str) -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.filter_map(|t| std::fs::read_to_string(t.unwrap().path().join("comm")).ok());
+    names.filter(|name| name.starts_with(begin)).collect()
 }
 
 /// A socket without an agent behind it.
@@ -331,12 +349,7 @@ fn a_flood_of_strangers_takes_neither_threads_nor_the_peers_place() {
         side("flooded", key(7), "tcp", LONG),
         side("dst", key(7), "tcp", LONG),
     );
-    let threads = || {
-        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-        let names =
-            tasks.filter_map(|t| std::fs::read_to_string(t.unwrap().path().join("comm")).ok());
-        names.filter(|name| name.starts_with("kvf-flooded")).count()
-    };
+    let threads = || threads("kvf-flooded").len();
     let before = threads();
     let flood: Vec<_> = (0..400).map(|_| Stranger::new(source.address)).collect();
     source.wait_refused("too_many", 400 - 256);
@@ -349,4 +362,35 @@ fn a_flood_of_strangers_takes_neither_threads_nor_the_peers_place() {
     hands_over(&source, &sink, &peer);
     drop(flood);
     source.wait_refused("broken", 200);
+}
+
+#[test]
+fn one_transfer_has_as_many_connections_as_were_configured() {
+    for transport in ["tcp", "unix"] {
+        for connections in [1, 3] {
+            let name = format!("{transport}{connections}");
+            let source = side(&name, None, transport, LONG);
+            let sink = configured("dst", None, transport, LONG, |config| {
+                config.workers = 4;
+                config.data_connections = connections;
+            });
+            let peer = sink.peer(&source);
+            assert_eq!(peer.wait(LONG), KVF_OK, "{}", peer.info().text);
+            // Threads of data connections: kvf-NAME-d1, -d2, ...
+            let begin = format!("kvf-{name}-d");
+            let mut most = 0;
+            for _ in 0..50 {
+                hands_over(&source, &sink, &peer);
+                sink.bytes().fill(0);
+                let made = threads(&begin);
+                most = most.max(made.len());
+                assert!(most <= connections as usize, "{made:?}");
+                if most == connections as usize {
+                    break;
+                }
+            }
+            // How many workers take part is the scheduler's; one alone is what 1 means.
+            assert!((most > 1) == (connections > 1), "{most} of {connections}");
+        }
+    }
 }

@@ -85,11 +85,12 @@ struct AtExit {
     std::fprintf(file,
                  "pid %d contexts %llu primary_retains %llu streams %llu events %llu allocations %llu "
                  "ipc_mappings %llu pinned_allocations %llu pinned_registrations %llu modules %llu "
-                 "unresolved_waits %llu violations %llu\n",
+                 "unresolved_waits %llu violations %llu copies %llu launches %llu\n",
                  getpid(), number(now.contexts), number(now.primary_retains), number(now.streams),
                  number(now.events), number(now.allocations), number(now.ipc_mappings),
                  number(now.pinned_allocations), number(now.pinned_registrations), number(now.modules),
-                 number(now.unresolved_waits), number(now.violations));
+                 number(now.unresolved_waits), number(now.violations), number(now.copies),
+                 number(now.launches));
     std::fclose(file);
   }
 } at_exit;

@@ -2,8 +2,6 @@
 
 #include <unistd.h>
 
-#include <cstdlib>
-
 // Variants of the library, made by CMake: KVF_DOUBLE_STUB gives what a toolkit's stub library gives.
 #ifndef KVF_DOUBLE_STUB
 #define KVF_DOUBLE_STUB 0
@@ -18,9 +16,6 @@ State& state() {
   static State* const all = [] {
     auto* made = new State;
     made->version = KVF_DOUBLE_VERSION;
-    if (const char* count = std::getenv("KVF_CUDA_DOUBLE_DEVICES")) made->device_count = std::atoi(count);
-    const char* peers = std::getenv("KVF_CUDA_DOUBLE_PEERS");
-    made->peers = peers == nullptr || std::string(peers) != "0";
     return made;
   }();
   return *all;

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 using namespace cuda_double;
 
@@ -71,11 +72,16 @@ CUresult find_context(CUcontext handle, std::shared_ptr<Context>& context) {
 
 extern "C" {
 
-// "If the current context is not needed ... CUDA_ERROR_NO_DEVICE" comes from here on a machine
-// without a device: tests let this call fail (cuInit).
+// "Initializes the driver API and must be called before any other function from the driver API in the
+// current process" (section "Initialization"); without a device CUDA_ERROR_NO_DEVICE.
 KVF_DOUBLE_EXPORT CUresult cuInit(unsigned int flags) {
   KVF_CALL(Nothing);
   if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (!state().initialised) {
+    if (const char* count = std::getenv("KVF_CUDA_DOUBLE_DEVICES")) state().device_count = std::atoi(count);
+    const char* peers = std::getenv("KVF_CUDA_DOUBLE_PEERS");
+    state().peers = peers == nullptr || std::string(peers) != "0";
+  }
   if (state().device_count <= 0) return CUDA_ERROR_NO_DEVICE;
   if (state().initialised && state().pid != getpid()) return CUDA_ERROR_NOT_INITIALIZED;  // forked
   state().pid = getpid();

@@ -60,6 +60,10 @@ void kvf_cuda_double_delay(uint32_t min_us, uint32_t max_us);
 CUresult kvf_cuda_double_hold(CUstream stream);
 CUresult kvf_cuda_double_release(CUstream stream);
 
+/* From now on (0: no longer) cuStreamIsCapturing says that this stream is being captured into a graph,
+ * and waiting for it fails, as in a capture. No graph is made of the work. Returns a CUresult. */
+CUresult kvf_cuda_double_capture(CUstream stream, int capturing);
+
 /* Reads or writes device memory at once, behind the driver's back. Returns a CUresult. */
 CUresult kvf_cuda_double_peek(void* to, CUdeviceptr from, size_t bytes);
 CUresult kvf_cuda_double_poke(CUdeviceptr to, const void* from, size_t bytes);

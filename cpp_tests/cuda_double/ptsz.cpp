@@ -19,6 +19,8 @@ KVF_PTSZ(cuStreamSynchronize_ptsz, (CUstream stream), cuStreamSynchronize(per_th
 KVF_PTSZ(cuStreamQuery_ptsz, (CUstream stream), cuStreamQuery(per_thread(stream)))
 KVF_PTSZ(cuStreamGetCtx_ptsz, (CUstream stream, CUcontext* context),
          cuStreamGetCtx(per_thread(stream), context))
+KVF_PTSZ(cuStreamIsCapturing_ptsz, (CUstream stream, int* status),
+         cuStreamIsCapturing(per_thread(stream), status))
 KVF_PTSZ(cuStreamWaitEvent_ptsz, (CUstream stream, CUevent event, unsigned flags),
          cuStreamWaitEvent(per_thread(stream), event, flags))
 KVF_PTSZ(cuStreamWaitValue32_v2_ptsz,

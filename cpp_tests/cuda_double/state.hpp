@@ -97,6 +97,7 @@ struct Stream {
   std::deque<Work> queue;
   uint64_t enqueued = 0, completed = 0;
   bool held = false, closing = false, running = false, waiting_for_value = false;
+  std::atomic<bool> capturing{false};
 };
 
 struct Module {

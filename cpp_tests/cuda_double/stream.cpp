@@ -261,6 +261,7 @@ KVF_DOUBLE_EXPORT CUresult cuStreamSynchronize(CUstream handle) {
   std::shared_ptr<Stream> stream;
   const CUresult found = find_stream(handle, call.context, stream);
   if (found != CUDA_SUCCESS) return found;
+  if (stream->capturing) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (stream == call.context->legacy) return wait_for(stream, enqueue(stream, {Work::Kind::Marker, [] { return 0; }, {}}));
   uint64_t number = 0;
   {
@@ -277,6 +278,7 @@ KVF_DOUBLE_EXPORT CUresult cuStreamQuery(CUstream handle) {
   std::shared_ptr<Stream> stream;
   const CUresult found = find_stream(handle, call.context, stream);
   if (found != CUDA_SUCCESS) return found;
+  if (stream->capturing) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   std::vector<std::shared_ptr<Stream>> streams{stream};
   {
     std::lock_guard<std::mutex> lock(state().mutex);
@@ -315,6 +317,28 @@ KVF_DOUBLE_EXPORT CUresult cuStreamGetCtx(CUstream handle, CUcontext* context) {
   return CUDA_SUCCESS;
 }
 
+// "Calls to query or synchronize a stream that is being captured are not permitted" (guide, "Prohibited
+// and Unhandled Operations"): CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED. "If the stream is the legacy
+// stream and another stream of the context is being captured: CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"
+// (cuStreamIsCapturing).
+KVF_DOUBLE_EXPORT CUresult cuStreamIsCapturing(CUstream handle, int* status) {
+  KVF_CALL(Context);
+  std::shared_ptr<Stream> stream;
+  const CUresult found = find_stream(handle, call.context, stream);
+  if (found != CUDA_SUCCESS || status == nullptr) return found != 0 ? found : CUDA_ERROR_INVALID_VALUE;
+  std::lock_guard<std::mutex> lock(state().mutex);
+  if (stream == call.context->legacy) {
+    for (const auto& weak : state().all_streams) {
+      const auto other = weak.lock();
+      if (other && other->blocking && other->capturing && other->context == call.context) {
+        return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+      }
+    }
+  }
+  *status = stream->capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+
 KVF_DOUBLE_EXPORT CUresult cuStreamGetFlags(CUstream handle, unsigned int* flags) {
   KVF_CALL(Context);
   std::shared_ptr<Stream> stream;
@@ -324,9 +348,10 @@ KVF_DOUBLE_EXPORT CUresult cuStreamGetFlags(CUstream handle, unsigned int* flags
   return CUDA_SUCCESS;
 }
 
-KVF_DOUBLE_EXPORT CUresult cuStreamWaitValue32_v2(CUstream handle, CUdeviceptr address,
-                                                  cuuint32_t value, unsigned int flags) {
-  KVF_CALL(Context);
+namespace {
+
+CUresult enqueue_wait(const Call& call, CUstream handle, CUdeviceptr address, uint32_t value,
+                      unsigned int flags) {
   std::shared_ptr<Stream> stream;
   CUresult found = find_stream(handle, call.context, stream);
   if (found != CUDA_SUCCESS) return found;
@@ -338,6 +363,21 @@ KVF_DOUBLE_EXPORT CUresult cuStreamWaitValue32_v2(CUstream handle, CUdeviceptr a
                    [=] { return wait_value(place, *context, value, flags); },
                    {}});
   return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+KVF_DOUBLE_EXPORT CUresult cuStreamWaitValue32_v2(CUstream handle, CUdeviceptr address,
+                                                  cuuint32_t value, unsigned int flags) {
+  KVF_CALL(Context);
+  return enqueue_wait(call, handle, address, value, flags);
+}
+
+// The first form of the same, which every driver since CUDA 8 has.
+KVF_DOUBLE_EXPORT CUresult cuStreamWaitValue32(CUstream handle, CUdeviceptr address,
+                                               cuuint32_t value, unsigned int flags) {
+  KVF_CALL(Context);
+  return enqueue_wait(call, handle, address, value, flags);
 }
 
 // The write comes after everything enqueued before, with a fence unless told otherwise
@@ -384,27 +424,37 @@ KVF_DOUBLE_EXPORT CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, 
   return CUDA_SUCCESS;
 }
 
-KVF_DOUBLE_EXPORT CUresult kvf_cuda_double_hold(CUstream handle) {
-  std::shared_ptr<Stream> stream;
+namespace {
+
+// A stream for the control functions: also one of a failed context.
+CUresult any_stream(CUstream handle, std::shared_ptr<Stream>& stream) {
   const auto current = context_stack().empty() ? nullptr : context_stack().back();
   if (!current && reinterpret_cast<uintptr_t>(handle) <= 2) return CUDA_ERROR_INVALID_CONTEXT;
   find_stream(handle, current, stream);
-  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  return stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+CUresult hold(CUstream handle, bool held) {
+  std::shared_ptr<Stream> stream;
+  const CUresult found = any_stream(handle, stream);
+  if (found != CUDA_SUCCESS) return found;
   std::lock_guard<std::mutex> lock(state().progress);
-  stream->held = true;
+  stream->held = held;
+  state().progressed.notify_all();
   return CUDA_SUCCESS;
 }
 
-KVF_DOUBLE_EXPORT CUresult kvf_cuda_double_release(CUstream handle) {
+}  // namespace
+
+KVF_DOUBLE_EXPORT CUresult kvf_cuda_double_hold(CUstream handle) { return hold(handle, true); }
+
+KVF_DOUBLE_EXPORT CUresult kvf_cuda_double_release(CUstream handle) { return hold(handle, false); }
+
+KVF_DOUBLE_EXPORT CUresult kvf_cuda_double_capture(CUstream handle, int capturing) {
   std::shared_ptr<Stream> stream;
-  const auto current = context_stack().empty() ? nullptr : context_stack().back();
-  if (!current && reinterpret_cast<uintptr_t>(handle) <= 2) return CUDA_ERROR_INVALID_CONTEXT;
-  find_stream(handle, current, stream);
-  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
-  std::lock_guard<std::mutex> lock(state().progress);
-  stream->held = false;
-  state().progressed.notify_all();
-  return CUDA_SUCCESS;
+  const CUresult found = any_stream(handle, stream);
+  if (found == CUDA_SUCCESS) stream->capturing = capturing != 0;
+  return found;
 }
 
 }  // extern "C"

@@ -199,6 +199,22 @@ TEST_F(Streams, DestroyReturnsAtOnceAndTheWorkStillHappens) {
   EXPECT_EQ(1, byte_at(a));
 }
 
+TEST_F(Streams, SayWhenTheyAreCaptured) {
+  CUstream stream = nullptr;
+  CU_OK(cuStreamCreate(&stream, CU_STREAM_DEFAULT));
+  int status = -1;
+  CU_OK(cuStreamIsCapturing(stream, &status));
+  EXPECT_EQ(int{CU_STREAM_CAPTURE_STATUS_NONE}, status);
+  CU_OK(kvf_cuda_double_capture(stream, 1));
+  CU_OK(cuStreamIsCapturing(stream, &status));
+  EXPECT_EQ(int{CU_STREAM_CAPTURE_STATUS_ACTIVE}, status);
+  EXPECT_EQ(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, cuStreamIsCapturing(nullptr, &status));
+  EXPECT_EQ(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, cuStreamSynchronize(stream));
+  EXPECT_EQ(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, cuStreamQuery(stream));
+  CU_OK(kvf_cuda_double_capture(stream, 0));
+  CU_OK(cuStreamSynchronize(stream));
+}
+
 TEST_F(Streams, KnowTheirContext) {
   CUstream stream = nullptr;
   CU_OK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));

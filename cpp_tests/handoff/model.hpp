@@ -8,6 +8,7 @@
 
 #include <cstring>
 #include <kvferry.hpp>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -33,7 +34,7 @@ struct Model {
   std::vector<std::string> words() const {
     return {std::to_string(head_bytes),  std::to_string(slots), std::to_string(state_slots),
             std::to_string(stages),      std::to_string(stage), std::to_string(state),
-            std::to_string(block_major), memory == MemoryKind::own ? "own" : "pool"};
+            std::to_string(block_major), process_test::word(memory)};
   }
   static Model parse(char** words) {
     const auto number = [](const char* word) {
@@ -89,7 +90,11 @@ class Rank {
       place(model.state_layers(), Model::channels * 8, model.state_slots);
       place(model.state_layers(), 2 * 96, model.state_slots);
     }
-    if (model.memory == MemoryKind::pool) {
+    if (process_test::is_device(model.memory)) {
+      mirror_ = std::make_unique<kvferry_test::Mirror>(bytes());
+      base_ = mirror_->host();
+      pool_ = agent.register_device_memory(mirror_->device(), bytes());
+    } else if (model.memory == MemoryKind::pool) {
       pool_ = agent.host_pool(bytes());
       base_ = reinterpret_cast<unsigned char*>(pool_.data());
     } else {
@@ -114,7 +119,10 @@ class Rank {
 
   const Model& model() const { return model_; }
   std::uint64_t bytes() const { return views_.back().end(); }
-  unsigned char* data() { return base_; }
+  unsigned char* data() {
+    fetch();
+    return base_;
+  }
   const std::vector<Placed>& views() const { return views_; }
   std::uint64_t offset(std::uint32_t view, std::size_t layer, std::uint32_t slot) const {
     const Placed& v = views_[view];
@@ -129,6 +137,7 @@ class Rank {
     for (std::uint32_t v = 0; v < views_.size(); ++v) {
       for (std::uint32_t s = 0; s < views_[v].slots; ++s) write(base_, seed, v, s, s);
     }
+    if (mirror_) mirror_->up();
   }
   // Puts what the source with this seed has in its slot `from` at `to` of an image of our memory.
   void write(unsigned char* image, std::uint32_t seed, std::uint32_t view, std::uint32_t from,
@@ -142,6 +151,7 @@ class Rank {
   // The first byte of our slot `to` that is not the source's in its slot `from`, or "".
   std::string slot_differs(std::uint32_t seed, std::uint32_t view, std::uint32_t from,
                            std::uint32_t to) const {
+    fetch();
     const Placed& v = views_[view];
     for (std::size_t l = 0; l < v.layers.size(); ++l) {
       const auto start = offset(view, l, to);
@@ -151,9 +161,13 @@ class Rank {
     }
     return "";
   }
-  std::vector<unsigned char> snapshot() const { return {base_, base_ + bytes()}; }
+  std::vector<unsigned char> snapshot() const {
+    fetch();
+    return {base_, base_ + bytes()};
+  }
   // The first byte of our memory that is not the image's, or "".
   std::string differs(const std::vector<unsigned char>& image) const {
+    fetch();
     for (std::uint64_t i = 0; i < image.size(); ++i) {
       if (base_[i] != image[i]) return where(i);
     }
@@ -172,6 +186,10 @@ class Rank {
   }
 
  private:
+  void fetch() const {
+    if (mirror_) mirror_->down();
+  }
+
   void place(std::vector<std::uint32_t> layers, std::uint64_t bytes, std::uint32_t slots) {
     Placed v;
     v.base = views_.empty() ? 0 : views_.back().end();
@@ -229,6 +247,7 @@ class Rank {
 
   Model model_;
   std::vector<Placed> views_;
+  std::unique_ptr<kvferry_test::Mirror> mirror_;
   unsigned char* base_ = nullptr;
   bool own_ = false;
 

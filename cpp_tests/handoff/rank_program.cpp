@@ -18,6 +18,7 @@
 //   hold PEER TICKET                      -> ok
 //   decline PEER TICKET                   -> ok, with the cause KVF_ERR_LIMIT
 //   wait N MS                             -> status, "safe" or "unsafe" (waits for both)
+//   text N                                -> what went wrong, one line
 //   cancel N                              -> ok
 //   compare SEED FROM TO                  -> "same", or where blocks TO are not the source's FROM
 //   digest                                -> a number over the whole memory
@@ -120,6 +121,7 @@ class Program {
       }
       return name(status) + (transfer.query().memory_safe != 0 ? " safe" : " unsafe");
     }
+    if (command == "text") return transfers_.at(next<std::size_t>(in)).error_text();
     if (command == "cancel") {
       transfers_.at(next<std::size_t>(in)).cancel();
       return "ok";

@@ -1,7 +1,7 @@
 // A rank in a process of its own, driven line by line through its standard input; one answer line
 // for each command. Ends with its input.
 //
-//   agent_program NAME BLOCK_BYTES SLOTS TOKENS_PER_BLOCK pool|own
+//   agent_program NAME BLOCK_BYTES SLOTS TOKENS_PER_BLOCK pool|own|device
 //
 //   meta                                 -> engine metadata, hex
 //   fill SEED                            -> ok
@@ -11,8 +11,11 @@
 //   release KEY                          -> ok
 //   import HEX SLOTS SKIP DEADLINE_MS    -> number of the transfer
 //   wait N MS                            -> status, then memory_safe
+//   state N                              -> cause, safe|unsafe, bytes, transport, ms, text; does not wait
+//   peerstate MS                         -> status once the peer is lost, at the latest after MS; text
+//   metric START                         -> the metric line that starts so, or "none"
 //   differs SLOT SEED SOURCE_SLOT        -> first difference or "same"
-//   drain MS | destroy MS                -> status
+//   unregister MS | drain MS | destroy MS -> status
 #include <iostream>
 #include <map>
 #include <sstream>
@@ -78,6 +81,33 @@ class Program {
       }
       return name(status) + (transfers_[number].query().memory_safe != 0 ? " safe" : " unsafe");
     }
+    if (command == "state") {
+      std::size_t number = 0;
+      in >> number;
+      const auto info = transfers_.at(number).query();
+      const std::string transport = info.transport;
+      return name(info.cause) + (info.memory_safe != 0 ? " safe " : " unsafe ") +
+             std::to_string(info.bytes) + " " + (transport.empty() ? "-" : transport) + " " +
+             std::to_string(info.elapsed_ns / 1000000) + " " + transfers_[number].error_text();
+    }
+    if (command == "peerstate") {
+      std::uint64_t ms = 0;
+      in >> ms;
+      const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(ms);
+      while (peer_.query().status >= 0 && std::chrono::steady_clock::now() < until) {
+        std::this_thread::sleep_for(2ms);
+      }
+      return name(peer_.query().status) + " " + peer_.text();
+    }
+    if (command == "metric") {
+      std::string start;
+      in >> start;
+      std::istringstream text(cache_.agent.metrics_text());
+      for (std::string line_; std::getline(text, line_);) {
+        if (line_.rfind(start, 0) == 0) return line_;
+      }
+      return "none";
+    }
     if (command == "differs") {
       std::uint32_t slot = 0, seed = 0, source = 0;
       in >> slot >> seed >> source;
@@ -86,6 +116,7 @@ class Program {
     }
     std::uint64_t ms = 0;
     in >> ms;
+    if (command == "unregister") return name(cache_.unregister(std::chrono::milliseconds(ms)));
     if (command == "drain") {
       return name(kvf_agent_drain(cache_.agent.c(), ms * 1000000));
     }
@@ -94,7 +125,7 @@ class Program {
   }
 
  private:
-  static std::string name(kvf_status status) { return kvf_status_name(status); }
+  static std::string name(std::int32_t status) { return kvf_status_name(status); }
 
   std::string publish(std::istringstream& in) {
     std::uint64_t key = 0, end = 0, claim = 0, lease = 0;

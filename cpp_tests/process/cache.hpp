@@ -11,15 +11,29 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
+
+#include "../support/device.hpp"
 
 namespace process_test {
 
 using namespace std::chrono_literals;
 
-enum class MemoryKind { pool, own };
+// `pool` is device memory when the suite runs on a device (KVF_TEST_MEMORY).
+enum class MemoryKind { pool, own, device };
+
+inline bool is_device(MemoryKind kind) {
+  return kind == MemoryKind::device || (kind == MemoryKind::pool && kvferry_test::on_device());
+}
+
+inline const char* word(MemoryKind kind) {
+  if (kind == MemoryKind::device) return "device";
+  return kind == MemoryKind::own ? "own" : "pool";
+}
 
 inline MemoryKind memory_kind(const std::string& name) {
+  if (name == "device") return MemoryKind::device;
   return name == "own" ? MemoryKind::own : MemoryKind::pool;
 }
 
@@ -33,7 +47,7 @@ struct Shape {
   std::uint64_t view_bytes() const { return block_bytes * slots; }
 };
 
-// KVF_TEST_LISTEN: the address. Deadlines short enough for tests, long enough for a busy machine.
+// KVF_TEST_LISTEN, KVF_TEST_ADVERTISE: the address. Deadlines short enough for tests, long enough for a busy machine.
 inline kvferry::AgentConfig quick(std::string name) {
   kvferry::AgentConfig config;
   config.name = std::move(name);
@@ -44,6 +58,7 @@ inline kvferry::AgentConfig quick(std::string name) {
   config.lease = 3s;
   config.transfer = 20s;
   if (const char* listen = std::getenv("KVF_TEST_LISTEN")) config.listen = listen;
+  if (const char* address = std::getenv("KVF_TEST_ADVERTISE")) config.advertise = address;
   if (std::getenv("KVF_TEST_LOG") != nullptr) {
     config.log_level = KVF_LOG_DEBUG;
     config.log = [name = config.name](std::uint32_t level, const char* text) {
@@ -66,7 +81,11 @@ class Cache {
  public:
   Cache(const kvferry::AgentConfig& config, const Shape& shape) : shape_(shape), agent(config) {
     const std::uint64_t bytes = 2 * shape.view_bytes();
-    if (shape.memory == MemoryKind::pool) {
+    if (is_device(shape.memory)) {
+      mirror_ = std::make_unique<kvferry_test::Mirror>(bytes);
+      base_ = mirror_->host();
+      pool_ = agent.register_device_memory(mirror_->device(), bytes);
+    } else if (shape.memory == MemoryKind::pool) {
       pool_ = agent.host_pool(bytes);
       base_ = reinterpret_cast<unsigned char*>(pool_.data());
     } else {
@@ -96,10 +115,9 @@ class Cache {
   }
   Cache(const Cache&) = delete;
   ~Cache() {
-    if (mapped_ != 0) {
-      (void)!agent.destroy(10s);
-      munmap(base_, mapped_);
-    }
+    if (mapped_ == 0 && !mirror_) return;
+    (void)!agent.destroy(10s);
+    if (mapped_ != 0) munmap(base_, mapped_);
   }
   kvferry::Pool& pool() { return pool_; }
   // Gives memory of our own back to the system, as an engine may once its pool was released.
@@ -118,9 +136,21 @@ class Cache {
         for (std::uint64_t i = 0; i < shape_.block_bytes; ++i) at[i] = expected(seed, v, s, i);
       }
     }
+    if (mirror_) mirror_->up();
+  }
+  // Takes the pool back: KVF_OK when its memory may be freed.
+  kvf_status unregister(std::chrono::nanoseconds deadline) {
+    pool_.unregister_begin(deadline);
+    kvf_pool_info info = KVF_POOL_INFO_INIT;
+    do {
+      std::this_thread::sleep_for(100us);
+      kvferry::check(kvf_pool_query(pool_.c(), &info));
+    } while (info.status == KVF_IN_PROGRESS);
+    return static_cast<kvf_status>(info.status);
   }
   // The first difference between our `slot` and the other side's `source_slot`, or "".
   std::string differs(std::uint32_t slot, std::uint32_t seed, std::uint32_t source_slot) const {
+    fetch(slot);
     for (std::uint32_t v = 0; v < 2; ++v) {
       for (std::uint64_t i = 0; i < shape_.block_bytes; ++i) {
         if (block(v, slot)[i] != expected(seed, v, source_slot, i)) {
@@ -133,6 +163,7 @@ class Cache {
   }
   // Whether a slot still has the zeros it was made with.
   bool untouched(std::uint32_t slot) const {
+    fetch(slot);
     for (std::uint32_t v = 0; v < 2; ++v) {
       for (std::uint64_t i = 0; i < shape_.block_bytes; ++i) {
         if (block(v, slot)[i] != 0) return false;
@@ -142,7 +173,14 @@ class Cache {
   }
 
  private:
+  void fetch(std::uint32_t slot) const {
+    for (std::uint32_t v = 0; mirror_ && v < 2; ++v) {
+      mirror_->down(v * shape_.view_bytes() + slot * shape_.block_bytes, shape_.block_bytes);
+    }
+  }
+
   Shape shape_;
+  std::unique_ptr<kvferry_test::Mirror> mirror_;
   unsigned char* base_ = nullptr;
   std::uint64_t mapped_ = 0;
 

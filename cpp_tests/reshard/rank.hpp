@@ -130,6 +130,7 @@ class Rank {
     if (side_ == 0) each_held([&](std::size_t p, std::uint64_t at, std::uint8_t b, const Spot&) {
       bytes_[p][at] = b;
     });
+    for (auto& mirror : mirrors_) mirror->up();
   }
 
   kvferry::Bytes publish(std::size_t q) {
@@ -206,6 +207,7 @@ class Rank {
 
   // The first byte of this destination that is not what it must be, or "".
   std::string check() const {
+    for (auto& mirror : mirrors_) mirror->down();
     std::vector<std::vector<std::uint8_t>> expected;
     for (std::size_t p = 0; p < bytes_.size(); ++p) expected.push_back(before(p));
     each_wanted([&](std::size_t p, std::uint64_t at, std::uint8_t b, const Spot&) {
@@ -313,6 +315,12 @@ class Rank {
   }
 
   std::uint8_t* memory(std::uint64_t bytes) {
+    if (!s_.own_memory && kvferry_test::on_device()) {
+      mirrors_.push_back(std::make_unique<kvferry_test::Mirror>(bytes));
+      auto& mirror = *mirrors_.back();
+      pools_.push_back(agent_.register_device_memory(mirror.device(), bytes));
+      return mirror.host();
+    }
     if (!s_.own_memory) {
       pools_.push_back(agent_.host_pool(bytes));
       return reinterpret_cast<std::uint8_t*>(pools_.back().data());
@@ -624,6 +632,7 @@ class Rank {
   std::vector<std::uint64_t> pool_bytes_;
   std::vector<std::uint8_t*> bytes_;
   std::vector<std::pair<void*, std::uint64_t>> mapped_;
+  std::vector<std::unique_ptr<kvferry_test::Mirror>> mirrors_;
   kvferry::Agent agent_;
   std::vector<kvferry::Pool> pools_;
   std::vector<kvferry::Group> descs_;

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "test_memory.hpp"
@@ -22,6 +23,15 @@
   } while (false)
 
 namespace kvferry_test {
+
+// Whether a CUDA driver is there: a real one, or the double.
+inline bool has_cuda() { return kvf_cuda_info(nullptr, 0, nullptr) == KVF_OK; }
+
+// How a pointer that is no stream is refused.
+inline std::pair<kvf_status, const char*> no_stream() {
+  if (has_cuda()) return {KVF_ERR_INVALID_ARGUMENT, "is no stream"};
+  return {KVF_ERR_UNSUPPORTED, "desc.stream: no CUDA driver"};
+}
 
 using namespace std::chrono_literals;
 
@@ -87,6 +97,10 @@ struct Side {
     agent.set_layout(Cache::groups(memory.pool()));
     engine = agent.engine();
   }
+
+  // First the agent, so that no copy is under way in memory that is freed: a device does not forgive.
+  ~Side() { (void)!agent.destroy(kLong); }
+  Side(const Side&) = delete;
 
   // A block of a view (0 keys, 1 values).
   std::vector<std::uint8_t> block(int view, int slot) const {

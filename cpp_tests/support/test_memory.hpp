@@ -8,22 +8,35 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "device.hpp"
 
 namespace kvferry_test {
 
 enum class MemoryKind {
   Pool,  // made by kvferry: peers on the host can map it
   Own,   // the engine's own, registered
+  Device,
 };
 
-inline std::string name_of(MemoryKind kind) { return kind == MemoryKind::Pool ? "Pool" : "Own"; }
+inline std::string name_of(MemoryKind kind) {
+  if (kind == MemoryKind::Device) return "Device";
+  return kind == MemoryKind::Pool ? "Pool" : "Own";
+}
 
 class TestMemory {
  public:
   TestMemory(kvferry::Agent& agent, MemoryKind kind, std::size_t bytes) : bytes_(bytes) {
+    // A second run of the suites puts into device memory what would be pools of kvferry.
+    if (kind == MemoryKind::Device || (kind == MemoryKind::Pool && on_device())) {
+      device_ = std::make_unique<DeviceMemory>(bytes);
+      pool_ = agent.register_device_memory(device_->pointer(), bytes);
+      return;
+    }
     if (kind == MemoryKind::Pool) {
       pool_ = agent.host_pool(bytes);
       base_ = reinterpret_cast<std::uint8_t*>(pool_.data());
@@ -46,9 +59,15 @@ class TestMemory {
   kvferry::Pool& pool() { return pool_; }
 
   void write(std::size_t offset, const std::vector<std::uint8_t>& data) {
+    if (device_) return device_->write(offset, data.data(), data.size());
     std::memcpy(base_ + offset, data.data(), data.size());
   }
   std::vector<std::uint8_t> read(std::size_t offset, std::size_t bytes) const {
+    if (device_) {
+      std::vector<std::uint8_t> data(bytes);
+      device_->read(offset, data.data(), bytes);
+      return data;
+    }
     return {base_ + offset, base_ + offset + bytes};
   }
   std::vector<std::uint8_t> all() const { return read(0, bytes_); }
@@ -68,6 +87,7 @@ class TestMemory {
 
  private:
   std::size_t bytes_;
+  std::unique_ptr<DeviceMemory> device_;
   kvferry::Pool pool_;
   std::uint8_t* base_ = nullptr;
   std::size_t mapped_ = 0;

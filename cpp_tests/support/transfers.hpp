@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <thread>
 #include <vector>
 
 #include "side.hpp"
@@ -19,6 +20,16 @@ inline kvferry::Offer blocks_and_state() {
   offer.states = {{1, 2, 8}};
   offer.aux = {1, 2, 3};
   return offer;
+}
+
+// The outcome may come before the last copy has stopped.
+inline bool safe_soon(const kvferry::Transfer& transfer) {
+  const auto until = std::chrono::steady_clock::now() + kLong;
+  while (transfer.query().memory_safe == 0) {
+    if (std::chrono::steady_clock::now() > until) return false;
+    std::this_thread::sleep_for(100us);
+  }
+  return true;
 }
 
 // Both blocks of a ticket into blocks 5 and 6; for tests to break.

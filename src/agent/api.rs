@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use crate::cuda::CallerStream;
 use crate::error::Status;
 use crate::ids::Key;
 pub use crate::wire::AuthKey;
@@ -147,6 +148,8 @@ pub struct PublishDesc {
     pub aux: Vec<u8>,
     /// Hash of the last block before the published ones; 0 = none. Compared if both sides set it.
     pub prefix_tag: u64,
+    /// The slots hold their bytes when what this stream holds so far is done.
+    pub stream: Option<CallerStream>,
     /// Returned in events.
     pub user_data: u64,
 }
@@ -195,6 +198,8 @@ pub struct ImportDesc {
     pub priority: i32,
     /// Compared with the publication's if both are set.
     pub prefix_tag: u64,
+    /// Earlier users of the slots are done when what this stream holds so far is done.
+    pub stream: Option<CallerStream>,
     /// Returned in events.
     pub user_data: u64,
 }
@@ -216,6 +221,8 @@ pub struct ReceiveDesc {
     pub priority: i32,
     /// Compared with the sender's if both are set.
     pub prefix_tag: u64,
+    /// Earlier users of the slots are done when what this stream holds so far is done.
+    pub stream: Option<CallerStream>,
     /// Returned in events.
     pub user_data: u64,
 }

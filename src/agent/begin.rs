@@ -14,6 +14,7 @@ use super::api::{
 use super::cells::{Cell, Observer};
 use super::control::Command;
 use super::count::saved_bytes;
+use super::gates::Gated;
 use super::metadata::incarnation;
 use super::notices::Finished;
 use super::peers::PeerShared;
@@ -144,6 +145,8 @@ pub(super) fn import(
     observer: Option<Observer>,
 ) -> Result<Arc<ImportCell>> {
     shared.check_open()?;
+    let id = shared.new_id();
+    let gate = shared.gate(desc.stream, Gated::Import(id))?;
     let ticket = decode_ticket(&desc.ticket)?;
     let engine = peer.engine.id();
     if ticket.engine != engine.0 {
@@ -186,7 +189,6 @@ pub(super) fn import(
             None => None,
         });
     }
-    let id = shared.new_id();
     let groups = groups_of(&wants);
     let pools = state.pools_of(groups.iter().copied());
     // Nothing is changed before here; each step undoes itself.
@@ -217,9 +219,11 @@ pub(super) fn import(
             },
             job: None,
             parts: Vec::new(),
+            gated: false,
         };
         if let Some((bindings, entry)) = bound {
             job.id.epoch = Epoch(entry.epoch);
+            job.gated = entry.gated;
             add_part_bytes(&mut part_bytes, &bindings);
             job.parts = parts_moved(pair, &wants, &bindings);
             let bindings = bindings.into_iter().map(|(_, b)| b).collect();
@@ -267,7 +271,7 @@ pub(super) fn import(
         end_empty(shared, &cell, &jobs);
         return Ok(cell);
     }
-    if run_small(shared, peer, &cell, &jobs) {
+    if gate.is_none() && run_small(shared, peer, &cell, &jobs) {
         return Ok(cell);
     }
     remember(&mut shared.lock().running, &cell);
@@ -282,6 +286,7 @@ pub(super) fn import(
         priority: desc.priority,
         offer: None,
         sender: None,
+        gate,
     })));
     Ok(cell)
 }
@@ -307,6 +312,9 @@ fn run_small(
         if new.parts.is_empty() {
             continue;
         }
+        if new.gated {
+            return false;
+        }
         bytes += job.bytes();
         let Some(Ok(path)) = peer.routes[new.pair.src].get() else {
             return false;
@@ -321,7 +329,7 @@ fn run_small(
         cell.submit(parts, path.name());
         let (times, peer) = (&*cell.times, &peer.routes[src].name);
         let queued = times.copying();
-        end = run_inline(&*path, &job, times);
+        end = run_inline(&*path, &job, times, peer);
         shared.count_read(peer, &*path, &job, times, queued, &end);
         if !end.is_ok() {
             break;

@@ -45,6 +45,8 @@ struct State {
     observer: Option<Observer>,
     /// Events in the queue that are withdrawn with the last handle.
     queued: Vec<u64>,
+    /// Dropped after the outcome is set: streams that wait for it go on.
+    until_end: Vec<Box<dyn Send>>,
     abandoned: bool,
 }
 
@@ -128,8 +130,17 @@ impl Cell {
         let status = end.status;
         state.end = Some(end);
         self.status.store(status as i32, Ordering::Release);
+        state.until_end.clear();
         self.changed.notify_all();
         self.tell(state, Notice::Ended, self.ended_kind, status);
+    }
+
+    /// Keeps something until the outcome is set; drops it at once if it is.
+    pub fn keep_until_end(&self, kept: Box<dyn Send>) {
+        let mut state = self.lock();
+        if state.end.is_none() {
+            state.until_end.push(kept);
+        }
     }
 
     /// Records that the slots may be reused. `quietly`: the outcome's own notice implies it.
@@ -158,6 +169,7 @@ impl Cell {
         state.end = Some(end);
         state.safe = true;
         self.status.store(status as i32, Ordering::Release);
+        state.until_end.clear();
         self.changed.notify_all();
         self.tell(state, Notice::Ended, self.ended_kind, status);
     }

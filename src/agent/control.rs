@@ -10,6 +10,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{mpsc, oneshot};
 
 use super::api::{Event, EventKind};
+use super::gates::{Gated, Gates};
 use super::group::Groups;
 use super::handshake::Answered;
 use super::link::{INBOX, Incoming, LinkId, Socket};
@@ -47,6 +48,12 @@ pub(super) enum Command {
     /// A worker has prepared UCX for a reader that asks for our memory.
     Announce(Incarnation, Box<crate::wire::UcxMemory>),
     UnregisterPool(u32, Now, u64),
+    /// What a caller's stream held is done.
+    GateOpen(Gated),
+    /// A device could not be stopped: the memory of (import, job) is never safe again.
+    Stuck(u64, usize, End),
+    /// Nothing here maps the agent's pool any more.
+    Unmapped(Incarnation, u32),
     /// Pools or the agent may have become idle.
     Idle,
     Group(super::group::Order),
@@ -69,6 +76,7 @@ pub(super) enum Timer {
     Offer(u64),
     /// A channel's alarm.
     Group(u64),
+    Gates,
     Drain,
 }
 
@@ -90,7 +98,7 @@ impl std::hash::Hash for Timer {
             }
             Self::Remote(id) => id.hash(state),
             Self::Pool(id) => id.hash(state),
-            Self::Drain => {}
+            Self::Gates | Self::Drain => {}
         }
     }
 }
@@ -134,6 +142,7 @@ pub(super) struct Control {
     pub dialled: mpsc::UnboundedSender<(Incarnation, Result<Socket, Failure>)>,
     pub answered: mpsc::UnboundedSender<(u64, Answered)>,
     pub strangers: Strangers,
+    pub refusal_logged: Option<Now>,
     pub died: mpsc::UnboundedSender<LinkId>,
     pub timers: Timers,
     pub peers: HashMap<u64, Arc<PeerShared>>,
@@ -148,6 +157,7 @@ pub(super) struct Control {
     pub notices: Notices,
     pub offers: Offers,
     pub groups: Groups,
+    pub gates: Gates,
     pub drains: Vec<(Now, oneshot::Sender<bool>)>,
     pub stopping: Option<oneshot::Sender<()>>,
 }
@@ -172,6 +182,7 @@ impl Control {
             dialled,
             answered,
             strangers: Strangers::default(),
+            refusal_logged: None,
             died,
             timers: Timers::default(),
             peers: HashMap::new(),
@@ -185,6 +196,7 @@ impl Control {
             notices: Notices::default(),
             offers: Offers::default(),
             groups: Groups::default(),
+            gates: Gates::default(),
             drains: Vec::new(),
             stopping: None,
         };
@@ -227,6 +239,8 @@ impl Control {
             }
         }
         let done = control.stopping.take();
+        let mapped = control.end_operations();
+        control.wait_for_unmapping(mapped, &mut inputs).await;
         control.stop().await;
         if let Some(done) = done {
             let _ = done.send(());
@@ -250,6 +264,7 @@ impl Control {
                 Timer::Pool(pool) => self.pool_late(pool),
                 Timer::Offer(id) => self.offer_over(id),
                 Timer::Group(channel) => self.group_alarm_due(channel),
+                Timer::Gates => self.check_gates(),
                 Timer::Drain => self.check_drains(),
             }
         }
@@ -270,6 +285,11 @@ impl Control {
             Command::Stopped(id, job, end) => {
                 self.import_event(id, crate::session::reader::Event::Stopped(job, end));
             }
+            Command::Stuck(id, job, end) => {
+                self.import_event(id, crate::session::reader::Event::SourceLost(job, end));
+            }
+            Command::GateOpen(what) => self.gate_open(what),
+            Command::Unmapped(agent, pool) => self.unmapped(agent, pool),
             Command::Tell(finished) => finished.into_iter().for_each(|f| self.tell_finished(f)),
             Command::Hold(peer, held) => self.hold(&peer, &held),
             Command::AddPeer(peer) => self.add_peer(peer),
@@ -309,10 +329,14 @@ impl Control {
     }
 
     /// Says "may be freed now" for pools that are leaving and have no users.
-    fn release_pools(&mut self) {
-        let mut forgotten = Vec::new();
+    pub fn release_pools(&mut self) {
+        let (mut forgotten, mut asked) = (Vec::new(), Vec::new());
         let mut state = self.shared.lock();
         for (id, pool, user_data) in state.pools.leaving_unused() {
+            if let Some(holders) = state.pools.ask_holders(id) {
+                asked.extend(holders.into_iter().map(|agent| (agent, id)));
+                continue;
+            }
             // Readers of this process may be in the middle of a piece; then we hear of it.
             let shared = self.shared.clone();
             if !pool.close(move || shared.send(Command::Idle)) {
@@ -331,6 +355,7 @@ impl Control {
         }
         drop(state);
         drop(forgotten); // unmapping is not for the lock
+        self.ask_to_unmap(asked);
     }
 
     fn pool_late(&mut self, pool: u32) {
@@ -377,12 +402,41 @@ impl Control {
         super::group::fail_all(&self.shared, &end);
     }
 
-    async fn stop(mut self) {
+    /// Ends everything that runs and lets go of the peers' memory; how many of their pools will be
+    /// unmapped.
+    fn end_operations(&mut self) -> usize {
         self.end_publications();
         let imports: Vec<u64> = self.imports.keys().copied().collect();
         for id in imports {
             self.import_event(id, crate::session::reader::Event::Shutdown);
         }
+        let mut mapped = 0;
+        for remote in self.remotes.values() {
+            if let Some(Ok(path)) = remote.route.get()
+                && path.mapped() > 0
+            {
+                mapped += path.mapped();
+                let text = "this agent has shut down";
+                let gone = Error::new(Status::KVF_ERR_SHUTDOWN, text);
+                remote.route.set(Some(Err(gone)));
+            }
+        }
+        mapped
+    }
+
+    /// The peers may free their pools before this process ends: they hear of it, if the last copies
+    /// end soon enough.
+    async fn wait_for_unmapping(&mut self, mut mapped: usize, inputs: &mut Inputs) {
+        let until = tokio::time::Instant::now() + Duration::from_secs(1);
+        while mapped > 0 {
+            let next = tokio::time::timeout_at(until, inputs.commands.recv()).await;
+            let Ok(Some(command)) = next else { return };
+            mapped -= usize::from(matches!(command, Command::Unmapped(..)));
+            self.command(command);
+        }
+    }
+
+    async fn stop(self) {
         self.say_goodbye();
         // What was queued for the sockets goes out, so that the peers hear of everything; one that
         // does not read is not waited for.

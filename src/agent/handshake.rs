@@ -20,6 +20,9 @@ use crate::wire::opening::{Opened, Purpose};
 use crate::wire::{self, Body};
 use crate::{bail, err};
 
+/// Between two log lines about refused connections.
+const LOG_PAUSE: Duration = Duration::from_secs(1);
+
 /// How long the other side's link is waited for when both connected at once.
 const LINK_COMES: Duration = Duration::from_millis(300);
 
@@ -158,14 +161,14 @@ impl Control {
         while self.strangers.len() + self.greetings.len() >= MAX_STRANGERS {
             let error = err!(
                 KVF_ERR_LIMIT,
-                "{MAX_STRANGERS} connections have not said yet who they are: the oldest was closed"
+                "{MAX_STRANGERS} connections have not said yet who they are: one was closed"
             );
-            if !self.strangers.drop_oldest() && !self.drop_oldest_greeting() {
+            if !self.strangers.drop_one() && !self.drop_oldest_greeting() {
                 break;
             }
             self.refused_connection("too_many", &error);
         }
-        let number = self.strangers.number();
+        let (number, from) = (self.strangers.number(), socket.remote_ip());
         let (own, answered) = (Identity::of(&self.shared), self.answered.clone());
         let timeout = self.shared.config.timeouts.connect;
         let task = tokio::spawn(async move {
@@ -184,7 +187,7 @@ impl Control {
             };
             let _ = answered.send((number, answer));
         });
-        self.strangers.add(number, task.abort_handle());
+        self.strangers.add(number, from, task.abort_handle());
     }
 
     /// The opening of a connection is over.
@@ -204,12 +207,18 @@ impl Control {
         }
     }
 
-    /// Counts and logs.
-    fn refused_connection(&self, reason: &'static str, e: &Error) {
+    /// Counts, and logs one in a while: a flood must not fill the engine's log.
+    fn refused_connection(&mut self, reason: &'static str, e: &Error) {
         self.shared.metrics.refused(reason);
-        self.shared
-            .log
-            .warn(format_args!("a connection was refused ({reason}): {e}"));
+        let now = self.now();
+        if self.refusal_logged.is_some_and(|at| now < at + LOG_PAUSE) {
+            return;
+        }
+        self.refusal_logged = Some(now);
+        self.shared.log.warn(format_args!(
+            "a connection was refused ({reason}): {e}; the metric refused_connections_total counts \
+             them, and the next one is logged in {LOG_PAUSE:?} at the earliest"
+        ));
     }
 
     fn drop_oldest_greeting(&mut self) -> bool {

@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
@@ -16,6 +17,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::error::{Error, Result, Status};
 use crate::transport::shm::PeerProcess;
 use crate::transport::shm::fds::{MAX_FDS, try_recv, try_send};
+use crate::transport::tcp::Stream;
 use crate::wire::{self, Body, Frame};
 
 /// Names a link in the agent.
@@ -58,6 +60,14 @@ impl Socket {
         match self {
             Self::Tcp(_) => None,
             Self::Unix(s) => Some(PeerProcess::of_stream(s.as_fd())),
+        }
+    }
+
+    /// Where the other end is; `None` for Unix sockets.
+    pub fn remote_ip(&self) -> Option<IpAddr> {
+        match self {
+            Self::Tcp(s) => s.peer_addr().ok().map(|a| a.ip()),
+            Self::Unix(_) => None,
         }
     }
 
@@ -308,18 +318,10 @@ pub(super) async fn connect(
     Err(Error::new(status, reasons.join("; ")))
 }
 
-/// A connection to an agent's Unix socket.
-pub(super) fn connect_unix_std(name: &[u8]) -> io::Result<std::os::unix::net::UnixStream> {
-    use std::os::linux::net::SocketAddrExt;
-    let address = std::os::unix::net::SocketAddr::from_abstract_name(name)?;
-    // Connecting to a Unix socket does not wait, unless its backlog is full.
-    std::os::unix::net::UnixStream::connect_addr(&address)
-}
-
+/// Connects to an agent's Unix socket; an error at once if its backlog is full.
 fn connect_unix(name: &[u8]) -> io::Result<UnixStream> {
-    let stream = connect_unix_std(name)?;
-    stream.set_nonblocking(true)?;
-    UnixStream::from_std(stream)
+    let stream = Stream::connect_unix(name, None)?;
+    UnixStream::from_std(OwnedFd::from(stream).into())
 }
 
 /// Listens on the agent's abstract Unix socket.

@@ -9,6 +9,8 @@ mod begin;
 mod cells;
 mod control;
 mod count;
+mod device_pools;
+mod gates;
 mod group;
 mod handshake;
 mod link;
@@ -39,8 +41,11 @@ use std::time::{Duration, Instant};
 
 pub use api::*;
 pub use cells::{Notice, Observer};
+pub use device_pools::cuda_info;
 pub use group::GroupEvents;
 pub use log::LogSink;
+
+pub use crate::cuda::CallerStream;
 
 use crate::bail;
 use crate::error::{Result, Status};
@@ -127,7 +132,11 @@ impl Agent {
     }
 
     fn add_pool(&self, pool: Pool) -> Result<u32> {
-        self.shared.lock().pools.add(pool)
+        self.add_pool_with(pool, None)
+    }
+
+    fn add_pool_with(&self, pool: Pool, memory: Option<crate::cuda::DeviceMemory>) -> Result<u32> {
+        self.shared.lock().pools.add(pool, memory)
     }
 
     /// First byte of a pool and its length.
@@ -178,11 +187,11 @@ impl Agent {
     pub fn discard_pool(&self, pool: u32, user_data: u64) -> Status {
         let (told, ucx_is_done) = std::sync::mpsc::channel();
         let mut state = self.shared.lock();
-        let Some(entry) = state.pools.get(pool) else {
+        let Some(entry) = state.pools.get_mut(pool) else {
             return Status::KVF_OK;
         };
         let mut idle = entry.is_released();
-        if !idle && entry.users == 0 {
+        if !idle && entry.users == 0 && !entry.is_held() {
             let shared = self.shared.clone();
             idle = entry.pool.close(move || shared.send(Command::Idle));
             let shared = self.shared.clone();
@@ -201,7 +210,8 @@ impl Agent {
             Some(entry) if !idle || (entry.users > 0 && !entry.is_released()) => {
                 state.pools.leave(pool, user_data, true);
                 drop(state);
-                self.shared.send(Command::Idle); // it may have become idle meanwhile
+                // It may have become idle meanwhile; other processes are asked to unmap it.
+                self.shared.send(Command::Idle);
                 Status::KVF_IN_PROGRESS
             }
             _ => {
@@ -278,6 +288,7 @@ impl Agent {
             bytes: e.pool.bytes(),
             address: 0,
             mappable: e.pool.fd().is_some(),
+            device: None,
         });
         metadata::encode_agent(&metadata::Announced {
             rank: &rank,
@@ -610,6 +621,7 @@ impl Agent {
         let workers = self.shared.workers.close(deadline);
         let data = self.shared.data.close(deadline);
         let ucx = self.shared.ucx.close(deadline);
+        self.shared.devices.close();
         if !control || !workers || !data || !ucx {
             bail!(
                 KVF_ERR_DEADLINE,
@@ -767,6 +779,20 @@ impl Transfer {
     /// Waits for the outcome: as `poll`, or `KVF_TIMED_OUT`.
     pub fn wait(&self, timeout: Duration) -> Status {
         self.cell().wait(timeout)
+    }
+
+    /// Makes a stream wait until the transfer has its outcome, without a block on the host.
+    ///
+    /// # Errors
+    /// A stream that is none or is captured; `KVF_ERR_UNSUPPORTED` without stream memory operations.
+    pub fn stream_wait(&self, stream: CallerStream) -> Result<()> {
+        // Before the word is there, so that a bad stream is refused in any case.
+        stream.context(&[])?;
+        if self.poll() == Status::KVF_IN_PROGRESS {
+            let word = self.agent.devices.stream_wait(stream)?;
+            self.cell().keep_until_end(Box::new(word));
+        }
+        Ok(())
     }
 
     /// Asks for its end; idempotent. The outcome tells whether it came first.

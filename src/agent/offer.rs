@@ -13,6 +13,7 @@ use super::begin::{
 };
 use super::cells::{Cell, Observer};
 use super::control::Command;
+use super::gates::Gated;
 use super::metadata::incarnation;
 use super::peers::PeerShared;
 use super::publish::publish;
@@ -35,6 +36,8 @@ pub(super) fn receive(
     observer: Option<Observer>,
 ) -> Result<(Arc<ImportCell>, Vec<u8>)> {
     shared.check_open()?;
+    let id = shared.new_id();
+    let gate = shared.gate(desc.stream, Gated::Import(id))?;
     if let Some(sender) = sender {
         sender.inward()?;
     }
@@ -49,7 +52,6 @@ pub(super) fn receive(
     check_wants(&wants, &layout, &state)?;
     let slots = written_slots(&wants, &layout)?;
     super::begin::check_owned_only(&desc.owned_only, &slots, &state)?;
-    let id = shared.new_id();
     let pools = state.pools_of(groups_of(&wants).into_iter());
     state.use_pools(&pools)?;
     if let Err(e) = state.slots.begin_write(id, desc.key, &slots) {
@@ -121,6 +123,7 @@ pub(super) fn receive(
             priority: desc.priority,
             offer: Some(id),
             sender: sender.cloned(),
+            gate,
         })));
     }
     Ok((cell, encode_offer(&offer)))

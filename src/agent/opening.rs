@@ -1,8 +1,9 @@
 //! The begin of every connection, before anything of it reaches the rest of the agent: frames of a
 //! few hundred bytes, one at a time, between a socket and the machines of `wire::opening`.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use tokio::io::Interest;
@@ -19,8 +20,8 @@ use crate::wire::opening::{
 use crate::wire::{self, AuthKey, Body, Frame};
 use crate::{bail, err};
 
-/// Connections that have not said yet who they are; the oldest goes when there are more, so that a
-/// flood of them takes neither descriptors nor the turn of a peer that answers at once.
+/// Connections that have not said yet who they are; one goes when there are more, so that a flood
+/// of them takes neither descriptors nor a peer's turn.
 pub(super) const MAX_STRANGERS: usize = 256;
 
 /// A nonce from the kernel.
@@ -230,7 +231,14 @@ async fn fill(socket: &Socket, bytes: &mut [u8]) -> io::Result<()> {
 #[derive(Default)]
 pub(super) struct Strangers {
     next: u64,
-    waiting: VecDeque<(u64, tokio::task::AbortHandle)>,
+    waiting: VecDeque<Stranger>,
+}
+
+struct Stranger {
+    number: u64,
+    /// `None`: this host, by a Unix socket.
+    from: Option<IpAddr>,
+    task: tokio::task::AbortHandle,
 }
 
 impl Strangers {
@@ -240,24 +248,32 @@ impl Strangers {
         self.next
     }
 
-    pub fn add(&mut self, number: u64, task: tokio::task::AbortHandle) {
-        self.waiting.push_back((number, task));
+    pub fn add(&mut self, number: u64, from: Option<IpAddr>, task: tokio::task::AbortHandle) {
+        self.waiting.push_back(Stranger { number, from, task });
     }
 
     /// Its answer is there.
     pub fn remove(&mut self, number: u64) {
-        self.waiting.retain(|(n, _)| *n != number);
+        self.waiting.retain(|s| s.number != number);
     }
 
     pub fn len(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Ends the oldest; false: there is none.
-    pub fn drop_oldest(&mut self) -> bool {
-        match self.waiting.pop_front() {
-            Some((_, task)) => {
-                task.abort();
+    /// Ends the oldest of the address that has the most, so that who floods us pushes out its own
+    /// and not a peer that is far away; false: there is none.
+    pub fn drop_one(&mut self) -> bool {
+        let mut counts = HashMap::<_, usize>::new();
+        for stranger in &self.waiting {
+            *counts.entry(stranger.from).or_default() += 1;
+        }
+        let most = counts.values().max().copied();
+        let crowd = |s: &Stranger| counts.get(&s.from).copied() == most;
+        let found = self.waiting.iter().position(crowd);
+        match found.and_then(|at| self.waiting.remove(at)) {
+            Some(stranger) => {
+                stranger.task.abort();
                 true
             }
             None => false,
@@ -267,6 +283,8 @@ impl Strangers {
 
 impl Drop for Strangers {
     fn drop(&mut self) {
-        while self.drop_oldest() {}
+        for stranger in &self.waiting {
+            stranger.task.abort();
+        }
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::api::{Event, EventKind};
 use super::control::{Command, Control};
+use super::device_pools;
 use super::link::{LinkId, unix_name};
 use super::metadata::{RankInfo, incarnation};
 use super::remote::LinkState;
@@ -14,8 +15,9 @@ use super::shared::{self, Shared};
 use super::ucx;
 use crate::error::{Result, Status};
 use crate::ids::{Incarnation, Key};
-use crate::memory::{LeaseView, Mapping};
+use crate::memory::{LeaseView, Mapping, Pool};
 use crate::transport::DataPath;
+use crate::transport::device::{DevicePath, HostPath};
 use crate::transport::inproc::InprocPath;
 use crate::transport::shm::{PeerLeases, PeerPool, PeerProcess, ShmPath};
 use crate::transport::tcp::TcpPath;
@@ -85,18 +87,23 @@ impl Control {
         {
             fds.push(fd);
         }
-        for entry in self.shared.lock().layout_pools() {
+        let process = link.process.clone().filter(|_| link.unix);
+        self.shared.lock().each_layout_pool(|entry| {
             let may_map = (1..MAX_DESCRIPTORS).contains(&fds.len());
             let fd = entry.pool.fd().filter(|_| may_map);
             let fd = fd.and_then(|fd| fd.try_clone_to_owned().ok());
             pools.push(wire::PoolMemory {
                 id: entry.pool.id(),
                 bytes: entry.pool.bytes(),
-                address: entry.pool.base() as u64,
+                address: match entry.pool.is_device() {
+                    true => 0,
+                    false => entry.pool.base() as u64,
+                },
                 mappable: fd.is_some(),
+                device: entry.announce(agent, process.as_ref()),
             });
             fds.extend(fd);
-        }
+        });
         let memory = wire::Memory {
             pools,
             nonce: leases.nonce().to_vec(),
@@ -155,7 +162,11 @@ impl Control {
         }
         let ready = path.is_ok();
         let status = path.as_ref().err().map_or(Status::KVF_OK, |e| e.status);
+        let unmap = std::mem::take(&mut remote.unmap);
         remote.route.set(Some(path));
+        for pool in unmap {
+            self.on_unmap(agent, pool);
+        }
         for peer in self.peers.values() {
             let all = peer
                 .needed
@@ -211,16 +222,32 @@ fn make_path(
         };
         let state = other.lock();
         let pools = state.layout_pools().map(|e| (e.pool.id(), e.pool.clone()));
-        let path = InprocPath::new(pools.collect(), other.leases.clone(), nonce)?;
+        let pools: BTreeMap<_, Arc<Pool>> = pools.collect();
+        drop(state);
+        let devices = pools.values().any(|pool| pool.is_device());
+        let path = InprocPath::new(pools, other.leases.clone(), nonce)?;
+        if devices || has_device_pools(shared) {
+            let (host, devices) = (HostPath::Inproc(path), shared.devices.clone());
+            return Ok(Arc::new(DevicePath::new(host, devices, BTreeMap::new())));
+        }
         return Ok(Arc::new(path));
     }
     let same_host = process.is_some();
+    let devices = memory.pools.iter().filter(|p| p.device.is_some()).count();
+    if devices == 0 {
+        reasons.push("cuda_ipc: the peer has no device memory".into());
+    }
+    // Leases of a peer with nothing but device memory are of no transport.
+    let only_devices = devices > 0 && devices == memory.pools.len();
     match process {
-        _ if !may("shm") => reasons.push("shm: not allowed by the configuration".into()),
+        _ if !(may("shm") || only_devices && may("cuda_ipc")) => {
+            reasons.push("shm: not allowed by the configuration".into());
+        }
         None => reasons.push("shm: another host, or no Unix socket to it".into()),
-        Some(process) => match shm_path(process, memory, fds, nonce) {
-            Ok(path) => return Ok(Arc::new(path)),
+        Some(process) => match host_path(shared, source, process, memory, fds, nonce) {
+            Ok(path) => return Ok(path),
             Err(e) if e.status == Status::KVF_ERR_PEER_LOST => return Err(e),
+            Err(e) if devices > 0 => reasons.push(e.text),
             Err(e) => reasons.push(format!("shm: {e}")),
         },
     }
@@ -236,10 +263,14 @@ fn make_path(
         ("tcp", source.address.map(Door::Tcp)),
     ];
     for (name, door) in doors {
-        let Some(door) = door.filter(|_| may(name)) else {
-            reasons.push(format!(
-                "{name}: no such way, or not allowed by the configuration"
-            ));
+        let why_not = match (&door, may(name)) {
+            (_, false) => Some("not allowed by the configuration"),
+            (None, _) if name == "unix" => Some("another host, or no Unix socket to it"),
+            (None, _) => Some("the peer announces no address"),
+            _ => None,
+        };
+        let Some(door) = door.filter(|_| why_not.is_none()) else {
+            reasons.push(format!("{name}: {}", why_not.unwrap_or_default()));
             continue;
         };
         let dial = serving::dialler(shared, source, door, memory.token.clone());
@@ -253,7 +284,9 @@ fn make_path(
             given => given as usize,
         };
         let spin = shared.config.spin;
-        let path = TcpPath::new(name, reason, pools, connections, spin, Box::new(dial));
+        let devices = shared.devices.clone();
+        let dial = Box::new(dial);
+        let path = TcpPath::new(name, reason, pools, connections, spin, devices, dial);
         match path.prove() {
             Ok(()) => return Ok(Arc::new(path)),
             Err(e) => reasons.push(format!("{name}: {e}")),
@@ -265,6 +298,36 @@ fn make_path(
         source.name,
         reasons.join("; ")
     )
+}
+
+fn has_device_pools(shared: &Shared) -> bool {
+    !shared.contexts().is_empty()
+}
+
+/// The path within a host: shared memory, with devices where there are any.
+fn host_path(
+    shared: &Arc<Shared>,
+    source: &RankInfo,
+    process: Arc<PeerProcess>,
+    memory: &wire::Memory,
+    fds: Vec<OwnedFd>,
+    nonce: [u8; 16],
+) -> Result<Arc<dyn DataPath>> {
+    let theirs = memory.pools.iter().any(|pool| pool.device.is_some());
+    if theirs && !allowed(&shared.config.transports, "cuda_ipc") {
+        bail!(
+            KVF_ERR_UNSUPPORTED,
+            "cuda_ipc: not allowed by the configuration"
+        );
+    }
+    let path = shm_path(process, memory, fds, nonce)?;
+    if !theirs && !has_device_pools(shared) {
+        return Ok(Arc::new(path));
+    }
+    let mapped =
+        device_pools::map(shared, source.incarnation, memory).map_err(|e| e.context("cuda_ipc"))?;
+    let (host, devices) = (HostPath::Shm(path), shared.devices.clone());
+    Ok(Arc::new(DevicePath::new(host, devices, mapped)))
 }
 
 fn shm_path(
@@ -290,6 +353,9 @@ fn shm_path(
     };
     let mut pools = BTreeMap::new();
     for pool in &memory.pools {
+        if pool.device.is_some() {
+            continue;
+        }
         let reached = if pool.mappable {
             let fd = next(format!("pool {}", pool.id))?;
             let mapping = Mapping::new(fd.as_fd(), pool.bytes)

@@ -5,8 +5,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::device_pools::Exported;
 use crate::bail;
+use crate::cuda::DeviceMemory;
 use crate::error::Result;
+use crate::ids::Incarnation;
 use crate::memory::Pool;
 
 /// A registered pool.
@@ -20,6 +23,8 @@ pub(super) struct PoolEntry {
     released: bool,
     /// Its handle is gone: forgotten as soon as it is released.
     forget: bool,
+    /// Device memory, and who else may have it mapped.
+    pub exported: Exported,
 }
 
 impl PoolEntry {
@@ -42,11 +47,11 @@ pub(super) struct Pools {
 }
 
 impl Pools {
-    /// Adds a pool under its own id.
+    /// Adds a pool under its own id; with `memory` if it lies on a device.
     ///
     /// # Errors
     /// `KVF_ERR_DUPLICATE` naming the pool that it overlaps.
-    pub fn add(&mut self, pool: Pool) -> Result<u32> {
+    pub fn add(&mut self, pool: Pool, memory: Option<DeviceMemory>) -> Result<u32> {
         let (id, base) = (pool.id(), pool.base().addr());
         // All are disjoint: if any overlaps, so does the last that begins before our end.
         let end = base.saturating_add(usize::try_from(pool.bytes()).unwrap_or(usize::MAX));
@@ -68,6 +73,10 @@ impl Pools {
             leaving: None,
             released: false,
             forget: false,
+            exported: Exported {
+                memory,
+                ..Exported::default()
+            },
         };
         self.by_id.insert(id, entry);
         Ok(id)
@@ -75,6 +84,10 @@ impl Pools {
 
     pub fn get(&self, id: u32) -> Option<&PoolEntry> {
         self.by_id.get(&id)
+    }
+
+    pub fn all(&self) -> impl Iterator<Item = &PoolEntry> {
+        self.by_id.values()
     }
 
     pub fn get_mut(&mut self, id: u32) -> Option<&mut PoolEntry> {
@@ -96,6 +109,7 @@ impl Pools {
     pub fn stay(&mut self, id: u32) -> Option<u64> {
         let entry = self.by_id.get_mut(&id).filter(|e| !e.released)?;
         let user_data = entry.leaving.take()?;
+        entry.exported.asked = false;
         entry.pool.reopen();
         self.leaving.remove(&id);
         Some(user_data)
@@ -110,6 +124,17 @@ impl Pools {
         unused.collect()
     }
 
+    /// Who still has to unmap the pool, each named once; `None`: nobody has it mapped.
+    pub fn ask_holders(&mut self, id: u32) -> Option<Vec<Incarnation>> {
+        let entry = self.by_id.get_mut(&id)?;
+        if !entry.is_held() {
+            return None;
+        }
+        let asked = std::mem::replace(&mut entry.exported.asked, true);
+        let holders = entry.exported.holders.keys().filter(|_| !asked);
+        Some(holders.copied().collect())
+    }
+
     /// "May be freed now" is said: its addresses may be registered again. The entry if nobody can
     /// ask for it any more, to be dropped outside of the lock, since that may unmap.
     #[must_use = "dropped outside of the lock"]
@@ -117,6 +142,7 @@ impl Pools {
         self.leaving.remove(&id);
         let entry = self.by_id.get_mut(&id)?;
         entry.released = true;
+        entry.pool.unpin();
         self.by_base.remove(&entry.pool.base().addr());
         match entry.forget {
             true => self.by_id.remove(&id),
@@ -130,6 +156,7 @@ impl Pools {
         let entry = self.by_id.remove(&id)?;
         self.leaving.remove(&id);
         if !entry.released {
+            entry.pool.unpin();
             self.by_base.remove(&entry.pool.base().addr());
         }
         Some(entry)
@@ -166,7 +193,7 @@ mod tests {
             (3, 5000, 1000),
             (4, 900, 100),
         ] {
-            assert_eq!(pools.add(memory.pool(id, at, bytes)).unwrap(), id);
+            assert_eq!(pools.add(memory.pool(id, at, bytes), None).unwrap(), id);
         }
         for (at, bytes, with) in [
             (1000, 100, 1), // the same
@@ -178,14 +205,14 @@ mod tests {
             (5999, 5000, 3),
             (0, 1 << 16, 3),
         ] {
-            let err = pools.add(memory.pool(9, at, bytes)).unwrap_err();
+            let err = pools.add(memory.pool(9, at, bytes), None).unwrap_err();
             assert_eq!(err.status, KVF_ERR_DUPLICATE);
             let named = format!("overlap pool {with}");
             assert!(err.text.ends_with(&named), "{at} {bytes}: {err}");
         }
         assert_eq!(pools.by_id.len(), 4);
         for (id, at, bytes) in [(10, 0, 900), (11, 1150, 3850), (12, 6000, 1)] {
-            assert_eq!(pools.add(memory.pool(id, at, bytes)).unwrap(), id);
+            assert_eq!(pools.add(memory.pool(id, at, bytes), None).unwrap(), id);
         }
     }
 
@@ -193,20 +220,20 @@ mod tests {
     fn released_addresses_may_be_registered_again() {
         let mut memory = Memory::new(4096);
         let mut pools = Pools::default();
-        pools.add(memory.pool(1, 0, 4096)).unwrap();
+        pools.add(memory.pool(1, 0, 4096), None).unwrap();
         pools.leave(1, 77, false);
         assert!(pools.get(1).unwrap().is_leaving());
         // Not yet: somebody may be reading.
-        let err = pools.add(memory.pool(2, 0, 64)).unwrap_err();
+        let err = pools.add(memory.pool(2, 0, 64), None).unwrap_err();
         assert_eq!(err.status, KVF_ERR_DUPLICATE);
         let unused = pools.leaving_unused();
         assert_eq!((unused.len(), unused[0].0, unused[0].2), (1, 1, 77));
         assert!(pools.release(1).is_none()); // its handle can still ask
         assert!(pools.get(1).unwrap().is_released());
-        pools.add(memory.pool(2, 0, 64)).unwrap();
+        pools.add(memory.pool(2, 0, 64), None).unwrap();
         // Forgetting the old one leaves the new one's address taken.
         assert!(pools.remove(1).is_some());
-        let err = pools.add(memory.pool(3, 32, 1)).unwrap_err();
+        let err = pools.add(memory.pool(3, 32, 1), None).unwrap_err();
         assert!(err.text.ends_with("overlap pool 2"), "{err}");
     }
 
@@ -214,7 +241,7 @@ mod tests {
     fn a_used_pool_stays_and_one_without_a_handle_is_forgotten() {
         let mut memory = Memory::new(4096);
         let mut pools = Pools::default();
-        pools.add(memory.pool(1, 0, 4096)).unwrap();
+        pools.add(memory.pool(1, 0, 4096), None).unwrap();
         pools.get_mut(1).unwrap().users = 1;
         pools.leave(1, 5, false);
         assert!(pools.leaving_unused().is_empty());
@@ -226,6 +253,6 @@ mod tests {
         assert_eq!(pools.leaving_unused().len(), 1);
         assert!(pools.release(1).is_some());
         assert!(pools.get(1).is_none());
-        pools.add(memory.pool(2, 0, 4096)).unwrap();
+        pools.add(memory.pool(2, 0, 4096), None).unwrap();
     }
 }

@@ -2,12 +2,13 @@
 //! ticket. A bad argument fails here and changes nothing.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::time::Duration;
 
 use super::api::{EventKind, PublishDesc};
 use super::cells::{Cell, Observer};
 use super::control::Command;
+use super::gates::Gated;
 use super::shared::{Shared, State};
 use super::slots::GroupSlots;
 use super::source::{NewPublication, PublicationCell};
@@ -45,6 +46,13 @@ pub(super) fn publish(
             "{slots} slots in one publication are over the limit of {MAX_SLOTS}: publish parts under keys of their own"
         );
     }
+    let number = shared.new_id();
+    let id = PublicationId {
+        source: shared.incarnation,
+        key: desc.key,
+        epoch: Epoch(number),
+    };
+    let gate = shared.gate(desc.stream, Gated::Publication(id))?;
     let mut state = shared.lock();
     let own = state.engine()?;
     let layout = &own.info.ranks[own.index].layout;
@@ -69,12 +77,6 @@ pub(super) fn publish(
     };
     let times = &shared.config.timeouts;
     let lease_time = or(desc.lease, times.lease);
-    let number = shared.new_id();
-    let id = PublicationId {
-        source: shared.incarnation,
-        key: desc.key,
-        epoch: Epoch(number),
-    };
     let entry = wire::TicketEntry {
         rank: layout.coordinates.global_rank,
         incarnation: shared.incarnation.0.to_vec(),
@@ -101,6 +103,7 @@ pub(super) fn publish(
                 as_of_token: s.as_of_token,
             })
             .collect(),
+        gated: gate.is_some(),
     };
     let ticket = encode_ticket(&wire::Ticket {
         key: Some(desc.key.into()),
@@ -133,6 +136,7 @@ pub(super) fn publish(
         readers_expected: AtomicU32::new(0),
         bytes: AtomicU64::new(0),
         times: Times::begin(),
+        readable: AtomicBool::new(gate.is_none()),
     });
     shared.metrics.lease_granted();
     let weak = Arc::downgrade(&cell);
@@ -147,6 +151,7 @@ pub(super) fn publish(
         claim: or(desc.claim, times.claim),
         lease_time,
         push,
+        gate,
     })));
     Ok(cell)
 }

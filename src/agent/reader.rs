@@ -12,12 +12,15 @@ use super::begin::{
 };
 use super::control::{Command, Control, Timer};
 use super::count::saved_bytes;
+use super::gates::Gated;
 use super::notices::Finished;
 use super::peers::{PeerShared, Route};
+use super::remote::naming;
 use super::serving::data_open;
 use super::shared::Shared;
 use super::ticket::{decode_ticket, entry_of, key};
 use super::{lock, metadata};
+use crate::cuda::Gate;
 use crate::error::{Error, Status};
 use crate::ids::{Epoch, Incarnation, PublicationId};
 use crate::memory::Pool;
@@ -37,6 +40,8 @@ pub(super) struct NewJob {
     pub job: Option<Arc<ReadJob>>,
     /// Parts of the import that the job moves bytes of.
     pub parts: Vec<usize>,
+    /// The source's stream has not come so far: its word has to be waited for.
+    pub gated: bool,
 }
 
 /// An import on its way to the control thread.
@@ -54,6 +59,8 @@ pub(super) struct NewImport {
     pub offer: Option<u64>,
     /// A receive: the engine that will push, if the caller knows it.
     pub sender: Option<Arc<PeerShared>>,
+    /// Nothing is written before it is open.
+    pub gate: Option<Gate>,
 }
 
 pub(super) struct Import {
@@ -72,7 +79,8 @@ impl Import {
 const SHARE_BYTES: u64 = 512 << 10;
 
 impl Control {
-    pub fn begin_import(&mut self, new: NewImport) {
+    pub fn begin_import(&mut self, mut new: NewImport) {
+        let gate = new.gate.take();
         let (id, now) = (new.cell.cell.id, self.now());
         // Six signs of life a lease: three may be late.
         let machine = reader::Import::new(now, new.jobs.len(), new.deadline, new.lease / 6);
@@ -82,10 +90,33 @@ impl Control {
             self.offers.open(offer, None);
         }
         self.imports.insert(id, Import { new, machine });
+        if let Some(gate) = gate {
+            self.hold_gate(Gated::Import(id), gate);
+        }
         for job in 0..jobs {
             self.try_start(id, job);
         }
         self.look_for_senders(id);
+    }
+
+    /// Starts what only waited for the gate.
+    pub fn start_jobs(&mut self, id: u64) {
+        let jobs = self.imports.get(&id).map_or(0, |i| i.new.jobs.len());
+        for job in 0..jobs {
+            self.try_start(id, job);
+        }
+    }
+
+    /// A source's stream has come so far: what it published may be read.
+    pub fn source_readable(&mut self, publication: PublicationId) {
+        for (id, at) in self.jobs_from(publication.source) {
+            if let Some(import) = self.imports.get_mut(&id)
+                && import.new.jobs[at].id == publication
+            {
+                import.new.jobs[at].gated = false;
+                self.try_start(id, at);
+            }
+        }
     }
 
     /// Starts a job whose route and slots are known; asks for what is missing.
@@ -110,7 +141,16 @@ impl Control {
             }
             return;
         }
+        if new.gated && matches!(route.get(), Some(Ok(_))) {
+            // The claim asks for word from the source.
+            let claim = wire::Claim {
+                key: Some(new.id.key.into()),
+                epoch: new.id.epoch.0,
+            };
+            return self.send_to(new.id.source, Body::Claim(claim));
+        }
         match route.get() {
+            Some(Ok(_)) if self.gates.contains_key(&Gated::Import(id)) => {}
             Some(Ok(path)) if !path.is_usable() => self.renew_path(new.id.source),
             Some(Ok(_)) => self.import_event(id, Event::Ready(job)),
             Some(Err(e)) => {
@@ -145,6 +185,7 @@ impl Control {
                 Action::Outcome(end) => self.outcome(id, end, safe),
                 Action::Tell(job, end) => self.tell_source(id, job, &end),
                 Action::MemorySafe => {
+                    self.gates.remove(&Gated::Import(id));
                     if let Some(import) = self.imports.remove(&id) {
                         import.new.cell.cell.make_safe(false);
                         let pools = import.new.cell.pools.clone();
@@ -234,9 +275,13 @@ impl Control {
             self.shared.workers.submit(priority, move || {
                 if let Some(end) = run.work() {
                     run.count(&shared, &end);
+                    let unquiet = run.job.is_unquiet();
                     // Before the message: whoever hears of the end may free the pools.
                     drop(run);
-                    shared.send(Command::Stopped(id, at, end));
+                    shared.send(match unquiet {
+                        false => Command::Stopped(id, at, end),
+                        true => Command::Stuck(id, at, end),
+                    });
                 }
             });
         }
@@ -356,6 +401,7 @@ impl Control {
         };
         let new = &mut import.new;
         new.jobs[at].id.epoch = Epoch(entry.epoch);
+        new.jobs[at].gated = entry.gated;
         match bind(&new.jobs[at].pair, &new.wants, entry) {
             Ok(bindings) => {
                 add_part_bytes(&mut lock(&new.cell.part_bytes), &bindings);
@@ -455,6 +501,7 @@ impl Control {
                     id,
                     job: None,
                     parts: Vec::new(),
+                    gated: false,
                 });
             }
             import.machine.expect(import.new.jobs.len());
@@ -518,7 +565,12 @@ impl Run {
             return None;
         }
         self.times.copied();
-        Some(finish(&*self.path, &self.job, lock(&self.failed).take()))
+        Some(finish(
+            &*self.path,
+            &self.job,
+            lock(&self.failed).take(),
+            &self.route.name,
+        ))
     }
 }
 
@@ -532,16 +584,16 @@ impl Run {
 }
 
 /// Runs a whole job on the calling thread.
-pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob, times: &Times) -> End {
+pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob, times: &Times, peer: &str) -> End {
     let failed = path.run(job).err();
     times.copied();
-    finish(path, job, failed)
+    finish(path, job, failed, peer)
 }
 
 /// After the last byte: did the lease hold?
-fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>) -> End {
+fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>, peer: &str) -> End {
     if let Some(e) = failed {
-        return End::new(e.status, e.text);
+        return naming(End::new(e.status, e.text), peer);
     }
     if job.moved() < job.bytes() {
         return End::new(
@@ -562,6 +614,6 @@ fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>) -> End {
                 job.bytes()
             ),
         ),
-        Err(e) => End::new(e.status, e.text),
+        Err(e) => naming(End::new(e.status, e.text), peer),
     }
 }

@@ -39,6 +39,8 @@ pub(super) struct Remote {
     pub dialled: bool,
     /// The link over which memory was asked for.
     pub memory_asked: Option<LinkId>,
+    /// Pools that the agent wants to free and that may just be being mapped.
+    pub unmap: Vec<u32>,
 }
 
 pub(super) enum LinkState {
@@ -85,6 +87,14 @@ impl Remote {
     }
 }
 
+/// Whoever reads it later must know whom it is about.
+pub(super) fn naming(end: End, agent: &str) -> End {
+    if end.text.contains(agent) {
+        return end;
+    }
+    End::new(end.status, format!("agent {agent}: {}", end.text))
+}
+
 impl Control {
     /// The record of an agent, made if it is new.
     pub fn remote(&mut self, engine: &Arc<EngineInfo>, index: usize) -> &mut Remote {
@@ -103,6 +113,7 @@ impl Control {
                 last_heard: now,
                 dialled: false,
                 memory_asked: None,
+                unmap: Vec::new(),
             })
     }
 
@@ -331,12 +342,7 @@ impl Control {
         let Some(remote) = self.remotes.remove(&agent) else {
             return;
         };
-        // Whoever reads it later must know whom it is about.
-        let name = remote.info().name.as_str();
-        let end = match end.text.contains(name) {
-            true => end,
-            false => End::new(end.status, format!("agent {name}: {}", end.text)),
-        };
+        let end = naming(end, &remote.info().name);
         self.timers.set(Timer::Remote(agent), None);
         if let LinkState::Up(link) | LinkState::Greeting(link, _) = &remote.state {
             self.link_owner.remove(&link.id);
@@ -370,6 +376,8 @@ impl Control {
         if !self.remotes.values().any(|r| r.engine.id() == engine) {
             self.outward.remove(&engine);
         }
+        // Its process may have been the last one that had a pool mapped.
+        self.release_pools();
     }
 
     /// Sends to an agent if its link is up; what must not be lost is repeated by its owner.
@@ -408,6 +416,9 @@ impl Control {
                 let text = "a message that has no place on a control link";
                 self.remote_lost(agent, End::new(Status::KVF_ERR_PROTOCOL, text));
             }
+            Body::Readable(m) => self.on_readable(agent, &m),
+            Body::Unmap(m) => self.on_unmap(agent, m.pool),
+            Body::Unmapped(m) => self.on_unmapped(agent, m.pool),
             Body::Claim(m) => self.on_claim(agent, &m),
             Body::Published(m) => self.on_published(agent, &m),
             Body::Renew(m) => self.on_renew(agent, &m),

@@ -4,21 +4,23 @@ use std::collections::HashMap;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::api::{ImportGroup, ImportState};
+use super::api::{ImportGroup, ImportState, Timeouts};
 use super::begin::{Wants, bind};
 use super::lock;
 use super::metadata::{EngineInfo, RankInfo, incarnation};
 use super::opening::{Identity, call_blocking};
 use super::shared::{Shared, random};
 use super::ticket::key;
+use crate::cuda::Devices;
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
 use crate::memory::Pool;
 use crate::plan::{Pair, Plan, Policy};
-use crate::runtime::{Thread, spawn};
+use crate::runtime::{Thread, spawn, stalled};
 use crate::transport::tcp::{Opened, Serving, Source, Stream, serve};
 use crate::wire::{
     self, Body, DataHello, DataOpen, DataPart, Decoder, Frame, pack_slots, unpack_slots,
@@ -138,6 +140,8 @@ pub(super) fn admit(
 ) -> Result<()> {
     let token = incarnation(&hello.token)?.0;
     let stream = Stream::new(fd).map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "socket", &e))?;
+    let times = &shared.config.timeouts;
+    stream.watch_peer(times.heartbeat, times.peer_silence);
     let stream = Arc::new(stream);
     let (reader, number) = {
         let mut inner = lock(&shared.data.inner);
@@ -221,12 +225,17 @@ impl Source for Publications {
         let (leases, lease) = (self.shared.leases.clone(), cell.lease);
         Ok(Opened {
             bindings: bindings.into_iter().map(|(_, binding)| binding).collect(),
-            holds: Box::new(move || leases.holds(lease)),
+            // A reader that did not wait for the source's stream is refused like a late one.
+            holds: Box::new(move || cell.readable.load(Ordering::Acquire) && leases.holds(lease)),
         })
     }
 
     fn pool(&self, id: u32) -> Option<Arc<Pool>> {
         Some(self.shared.lock().pools.get(id)?.pool.clone())
+    }
+
+    fn devices(&self) -> &Devices {
+        &self.shared.devices
     }
 }
 
@@ -298,13 +307,10 @@ pub(super) fn dialler(
 ) -> impl Fn() -> Result<Stream> + Send + Sync + use<> {
     let hello = DataHello { token };
     let own = Identity::of(shared);
-    let (timeout, expected, name) = (
-        shared.config.timeouts.connect,
-        source.incarnation,
-        source.name.clone(),
-    );
+    let times = shared.config.timeouts;
+    let (expected, name) = (source.incarnation, source.name.clone());
     move || {
-        dial(&door, &own, &hello, expected, timeout)
+        dial(&door, &own, &hello, expected, &times)
             .map_err(|e| e.context(format!("data connection to agent {name}")))
     }
 }
@@ -314,18 +320,22 @@ fn dial(
     own: &Identity,
     hello: &DataHello,
     expected: Incarnation,
-    timeout: Duration,
+    times: &Timeouts,
 ) -> Result<Stream> {
+    let timeout = times.connect;
     let system = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "connect", &e);
-    let fd: OwnedFd = match door {
+    let stream = match door {
         Door::Tcp(address) => {
-            let stream = TcpStream::connect_timeout(address, timeout).map_err(system)?;
+            let stream =
+                stalled(|| TcpStream::connect_timeout(address, timeout)).map_err(system)?;
             stream.set_nodelay(true).map_err(system)?;
-            stream.into()
+            Stream::new(stream.into()).map_err(system)?
         }
-        Door::Unix(name) => super::link::connect_unix_std(name).map_err(system)?.into(),
+        Door::Unix(name) => {
+            stalled(|| Stream::connect_unix(name, Some(timeout))).map_err(system)?
+        }
     };
-    let stream = Stream::new(fd).map_err(system)?;
+    stream.watch_peer(times.heartbeat, times.peer_silence);
     call_blocking(own, expected, &stream, timeout)?;
     let mut bytes = Vec::new();
     wire::encode(

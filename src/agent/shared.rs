@@ -20,6 +20,7 @@ use super::slots::Slots;
 use super::source::PublicationCell;
 use super::ucx::Ucx;
 use crate::bail;
+use crate::cuda::Devices;
 use crate::error::{Result, Status};
 use crate::ids::Incarnation;
 use crate::layout::{Invariants, Layout};
@@ -42,6 +43,7 @@ pub(super) struct Shared {
     pub workers: Workers,
     pub data: DataConnections,
     pub ucx: Ucx,
+    pub devices: Arc<Devices>,
     pub groups: Mutex<Board>,
     pub log: Log,
     pub metrics: Metrics,
@@ -106,6 +108,7 @@ impl Shared {
             workers,
             data: DataConnections::default(),
             ucx: Ucx::default(),
+            devices: Arc::default(),
             groups: Mutex::default(),
             log,
             metrics,
@@ -220,6 +223,15 @@ impl State {
     pub fn layout_pools(&self) -> impl Iterator<Item = &PoolEntry> {
         let ids = self.pools_of(0..self.group_pools.len() as u32);
         ids.into_iter().filter_map(|id| self.pools.get(id))
+    }
+
+    /// As [`Self::layout_pools`], each to be changed.
+    pub fn each_layout_pool(&mut self, mut with: impl FnMut(&mut PoolEntry)) {
+        for id in self.pools_of(0..self.group_pools.len() as u32) {
+            if let Some(entry) = self.pools.get_mut(id) {
+                with(entry);
+            }
+        }
     }
 
     /// Counts one more operation on the pools, or changes nothing.

@@ -2,17 +2,19 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::api::TransferInfo;
 use super::cells::Cell;
 use super::control::{Control, Timer};
+use super::gates::Gated;
 use super::metadata;
 use super::notices::Finished;
 use super::peers::PeerShared;
 use super::slots::GroupSlots;
 use super::ticket::key;
+use crate::cuda::Gate;
 use crate::error::Status;
 use crate::ids::{Consumer, Epoch, Incarnation, Key, PublicationId};
 use crate::memory::Lease;
@@ -40,6 +42,8 @@ pub(super) struct PublicationCell {
     pub bytes: AtomicU64,
     /// First reader's contact, last reader's end.
     pub times: Times,
+    /// What the caller's stream held is done.
+    pub readable: AtomicBool,
 }
 
 impl PublicationCell {
@@ -64,11 +68,15 @@ pub(super) struct NewPublication {
     pub lease_time: Duration,
     /// The push offer that this publication answers.
     pub push: Option<(Incarnation, u64)>,
+    /// Not to be read before it is open.
+    pub gate: Option<Gate>,
 }
 
 struct Entry {
     new: NewPublication,
     machine: Publication,
+    /// Readers that wait for the gate.
+    waiting: Vec<Incarnation>,
 }
 
 #[derive(Default)]
@@ -106,14 +114,23 @@ impl Publications {
 }
 
 impl Control {
-    pub fn publish(&mut self, new: NewPublication) {
+    pub fn publish(&mut self, mut new: NewPublication) {
         let (id, now) = (new.cell.id, self.shared.now());
         let machine = Publication::new(now, new.claim, new.lease_time);
         self.timers
             .set(Timer::Publication(id), machine.next_deadline());
         self.publications.by_key.insert(id.key, id.epoch);
-        let push = new.push;
-        self.publications.entries.insert(id, Entry { new, machine });
+        let (push, gate) = (new.push, new.gate.take());
+        let waiting = Vec::new();
+        let entry = Entry {
+            new,
+            machine,
+            waiting,
+        };
+        self.publications.entries.insert(id, entry);
+        if let Some(gate) = gate {
+            self.hold_gate(Gated::Publication(id), gate);
+        }
         if let Some((receiver, offer)) = push {
             self.send_push(id, receiver, offer);
         }
@@ -176,6 +193,7 @@ impl Control {
         if end.status != Status::KVF_OK && entry.machine.claimed() {
             self.shared.ucx.suspect();
         }
+        self.gates.remove(&Gated::Publication(id));
         {
             let mut state = self.shared.lock();
             state.slots.end_read(&entry.new.slots);
@@ -250,6 +268,7 @@ impl Control {
         if self.publications.entries.contains_key(&id) {
             let expected = self.expected(agent, id);
             self.publication_claimed(id, consumer, expected);
+            self.answer_gated(agent, id);
         } else {
             self.publications_unknown(agent, id, Notice::Claim);
         }
@@ -274,6 +293,40 @@ impl Control {
         for (agent, end) in lost {
             self.publication_event(id, Event::PeerLost(agent, end));
         }
+    }
+
+    /// What the publication's stream held is done: whoever waited may read.
+    pub fn publication_readable(&mut self, id: PublicationId) {
+        let Some(entry) = self.publications.entries.get_mut(&id) else {
+            return;
+        };
+        entry.new.cell.readable.store(true, Ordering::Release);
+        for agent in std::mem::take(&mut entry.waiting) {
+            self.send_readable(agent, id);
+        }
+    }
+
+    /// A reader whose ticket says that it has to wait hears when it need not.
+    fn answer_gated(&mut self, agent: Incarnation, id: PublicationId) {
+        let Some(entry) = self.publications.entries.get_mut(&id) else {
+            return;
+        };
+        if !entry.new.entry.gated {
+            return;
+        }
+        if entry.new.cell.readable.load(Ordering::Acquire) {
+            self.send_readable(agent, id);
+        } else if !entry.waiting.contains(&agent) {
+            entry.waiting.push(agent);
+        }
+    }
+
+    fn send_readable(&self, agent: Incarnation, id: PublicationId) {
+        let readable = wire::Readable {
+            key: Some(id.key.into()),
+            epoch: id.epoch.0,
+        };
+        self.send_to(agent, Body::Readable(readable));
     }
 
     /// A late or wrong notice: counted, answered, without effect.
@@ -346,9 +399,11 @@ impl Control {
 
     fn send_published(&self, agent: Incarnation, id: PublicationId) {
         if let Some(entry) = self.publications.entries.get(&id) {
+            let mut ours = entry.new.entry.clone();
+            ours.gated = !entry.new.cell.readable.load(Ordering::Acquire);
             let published = wire::Published {
                 key: Some(id.key.into()),
-                entry: Some(entry.new.entry.clone()),
+                entry: Some(ours),
             };
             self.send_to(agent, Body::Published(published));
         }

@@ -139,6 +139,17 @@ fn engine(shared: &Arc<Shared>) -> Result<Arc<Engine>> {
     Ok(made)
 }
 
+/// Device memory goes through the sockets' staging: nobody has measured it with UCX.
+fn host_memory_only(devices: bool) -> Result<()> {
+    if devices {
+        bail!(
+            KVF_ERR_UNSUPPORTED,
+            "device memory is not read through UCX yet"
+        );
+    }
+    Ok(())
+}
+
 /// What a reader that wants to use UCX is told.
 pub(super) fn announce(shared: &Arc<Shared>) -> wire::UcxMemory {
     registered(shared).unwrap_or_else(|e| wire::UcxMemory {
@@ -149,11 +160,12 @@ pub(super) fn announce(shared: &Arc<Shared>) -> wire::UcxMemory {
 
 fn registered(shared: &Arc<Shared>) -> Result<wire::UcxMemory> {
     chosen(shared)?;
-    let engine = engine(shared)?;
     let pools: Vec<Arc<Pool>> = {
         let state = shared.lock();
         state.layout_pools().map(|e| e.pool.clone()).collect()
     };
+    host_memory_only(pools.iter().any(|pool| pool.is_device()))?;
+    let engine = engine(shared)?;
     let mut keys = Vec::new();
     for pool in pools {
         // Not while it is taken back, nor the other way round.
@@ -194,6 +206,7 @@ pub(super) fn path(
     if !announced.refused.is_empty() {
         bail!(KVF_ERR_UNSUPPORTED, "the source: {}", announced.refused);
     }
+    host_memory_only(!shared.contexts().is_empty())?;
     let engine = engine(shared)?;
     let keys = announced
         .keys

@@ -159,9 +159,14 @@ impl kvf_agent_config {
         // SAFETY: strings and array are the caller's and valid during the call.
         let text = |text, what| unsafe { read_text(text, what) }.map(Option::unwrap_or_default);
         let name = text(self.name, "config.name")?;
-        // SAFETY: as above.
-        let key = unsafe { read_plain(self.auth_key, self.auth_key_bytes, "config.auth_key") }?;
         let default = Timeouts::default();
+        let what = "config.auth_key";
+        // SAFETY: as above.
+        let key = unsafe { read_plain(self.auth_key, self.auth_key_bytes, what) }?;
+        let auth_key = match key.is_empty() {
+            true => None,
+            false => Some(AuthKey::new(key).map_err(|e| e.context(what))?),
+        };
         let config = AgentConfig {
             name: if name.is_empty() {
                 "kvferry".to_owned()
@@ -195,10 +200,7 @@ impl kvf_agent_config {
                 "config.allow_unauthenticated",
             )?,
             data_connections: self.data_connections,
-            auth_key: match &key[..] {
-                [] => None,
-                _ => Some(AuthKey::new(key).map_err(|e| e.context("config.auth_key"))?),
-            },
+            auth_key,
         };
         Ok((config, log))
     }

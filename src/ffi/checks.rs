@@ -37,21 +37,6 @@ pub(crate) fn flag(value: u32, what: &str) -> Result<bool> {
     }
 }
 
-/// Refuses a stream for as long as there is no CUDA.
-///
-/// # Errors
-/// `KVF_ERR_UNSUPPORTED`.
-pub(crate) fn no_stream(stream: *mut c_void, what: &str) -> Result<()> {
-    if !stream.is_null() {
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "{what} is set, but this library does not serve CUDA streams yet; synchronise the \
-             stream and pass NULL"
-        );
-    }
-    Ok(())
-}
-
 /// Bytes that must be there.
 ///
 /// # Errors

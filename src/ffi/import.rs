@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use super::agent::kvf_agent;
 use super::boundary::guard;
-use super::checks::{must_be_zero, no_stream, read_blob};
+use super::checks::{must_be_zero, read_blob};
 use super::event::kvf_key;
 use super::handle::{Object, optional};
 use super::peer::kvf_peer;
 use super::structs::{Out, abi_struct, read, read_array, read_plain, view};
 use super::transfer::kvf_transfer;
-use crate::agent::{ImportDesc, ImportGroup, ImportState, ReceiveDesc};
+use crate::agent::{CallerStream, ImportDesc, ImportGroup, ImportState, ReceiveDesc};
 use crate::bail;
 use crate::error::{Result, kvf_status};
 
@@ -104,7 +104,7 @@ pub struct kvf_pull_desc {
     /// End of the wanted tokens, or KVF_TOKEN_END_ALL. Equal to `skip_token`: nothing is left.
     pub token_end: u64,
     /// CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
-    /// they are done; anything else is KVF_ERR_UNSUPPORTED for now.
+    /// they are done now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
     pub stream: *mut c_void,
     /// From now, in ns; 0 = the agent's `transfer_ns`.
     pub deadline_ns: u64,
@@ -157,7 +157,7 @@ pub struct kvf_import_desc {
     /// Elements of `owned_only`.
     pub num_owned_only: usize,
     /// CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
-    /// they are done; anything else is KVF_ERR_UNSUPPORTED for now.
+    /// they are done now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
     pub stream: *mut c_void,
     /// From now, in ns; 0 = the agent's `transfer_ns`.
     pub deadline_ns: u64,
@@ -192,7 +192,8 @@ abi_struct!(head kvf_import_desc {
 ///         a slot that a transfer, a publication or the quarantine holds, named in
 ///         kvf_last_error(); KVF_ERR_INVALID_ARGUMENT for bytes that are no ticket and for a
 ///         ticket of another engine; KVF_ERR_NOT_FOUND for a group that was not published;
-///         KVF_ERR_PREFIX_MISMATCH; KVF_ERR_UNSUPPORTED for a stream. Nothing has changed then;
+///         KVF_ERR_PREFIX_MISMATCH; KVF_ERR_UNSUPPORTED for a stream that is being captured, or
+///         without a CUDA driver. Nothing has changed then;
 ///         whatever fails later is the transfer's outcome.
 ///
 /// # Safety
@@ -212,7 +213,6 @@ pub unsafe extern "C" fn kvf_pull_begin(
         // SAFETY: the caller's contract.
         let out = unsafe { Out::new(transfer, "transfer") }?;
         must_be_zero(desc.reserved, "desc.reserved")?;
-        no_stream(desc.stream, "desc.stream")?;
         // SAFETY: the caller's contract.
         let peer = unsafe { view(desc.peer, "desc.peer") }?.0.enter("peer")?;
         peer.must_belong_to(&agent, "desc.peer")?;
@@ -239,6 +239,7 @@ pub unsafe extern "C" fn kvf_pull_begin(
             deadline: Duration::from_nanos(desc.deadline_ns),
             priority: desc.priority,
             prefix_tag: desc.prefix_tag,
+            stream: CallerStream::new(desc.stream),
             user_data: desc.user_data,
         };
         let core = agent.core.import_begin(&peer, import)?;
@@ -277,7 +278,6 @@ pub unsafe extern "C" fn kvf_import_begin(
         // SAFETY: the caller's contract.
         let out = unsafe { Out::new(transfer, "transfer") }?;
         must_be_zero(desc.reserved, "desc.reserved")?;
-        no_stream(desc.stream, "desc.stream")?;
         // SAFETY: the caller's contract.
         let (groups, states, owned_only) = unsafe {
             (
@@ -305,6 +305,7 @@ pub unsafe extern "C" fn kvf_import_begin(
                     deadline,
                     priority: desc.priority,
                     prefix_tag: desc.prefix_tag,
+                    stream: CallerStream::new(desc.stream),
                     user_data: desc.user_data,
                 };
                 agent.core.import_begin(&peer, import)?
@@ -325,6 +326,7 @@ pub unsafe extern "C" fn kvf_import_begin(
                     deadline,
                     priority: desc.priority,
                     prefix_tag: desc.prefix_tag,
+                    stream: CallerStream::new(desc.stream),
                     user_data: desc.user_data,
                 };
                 // SAFETY: the caller's contract.

@@ -14,6 +14,7 @@
 mod agent;
 pub(crate) mod boundary;
 pub(crate) mod checks;
+mod cuda;
 mod engine;
 mod event;
 pub(crate) mod handle;
@@ -38,6 +39,7 @@ mod version;
 
 pub use crate::error::kvf_status;
 pub use agent::*;
+pub use cuda::*;
 pub use engine::*;
 pub use event::*;
 pub use import::*;

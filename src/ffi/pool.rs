@@ -18,8 +18,12 @@ pub const KVF_NUMA_NODE_0: u32 = 0xffff_ffff;
 
 /// Memory of the host (default).
 pub const KVF_MEMORY_HOST: u32 = 0;
-/// Memory of a CUDA device. Not served yet.
+/// Memory of a CUDA device, from cudaMalloc (cuMemAlloc).
 pub const KVF_MEMORY_DEVICE: u32 = 1;
+
+/// Pins host memory for copies to and from CUDA devices (cuMemHostRegister); undone before the
+/// pool is released. Needs a device pool registered before, or a CUDA context on this thread.
+pub const KVF_POOL_PINNED: u32 = 1;
 
 /// One memory range that kvferry knows, made by it or registered.
 pub struct kvf_pool(pub(crate) Object<Pool>);
@@ -48,9 +52,13 @@ pub struct kvf_host_pool_config {
     pub page_size: u64,
     /// Returned in the pool's events.
     pub user_data: u64,
+    /// 0 or KVF_POOL_PINNED.
+    pub flags: u32,
+    /// Must be 0.
+    pub reserved: u32,
 }
 abi_struct!(head kvf_host_pool_config {
-    struct_size, abi_version, numa_node, bytes, page_size, user_data,
+    struct_size, abi_version, numa_node, bytes, page_size, user_data, flags, reserved,
 });
 
 /// Memory for kvf_pool_register().
@@ -69,13 +77,13 @@ pub struct kvf_pool_desc {
     pub bytes: u64,
     /// CUDA device of KVF_MEMORY_DEVICE; otherwise 0.
     pub device: u32,
-    /// Must be 0.
-    pub reserved: u32,
+    /// KVF_POOL_PINNED for host memory, or 0.
+    pub flags: u32,
     /// Returned in the pool's events.
     pub user_data: u64,
 }
 abi_struct!(head kvf_pool_desc {
-    struct_size, abi_version, memory_kind, base, bytes, device, reserved, user_data,
+    struct_size, abi_version, memory_kind, base, bytes, device, flags, user_data,
 });
 
 /// What kvf_pool_query() tells.
@@ -125,15 +133,19 @@ pub unsafe extern "C" fn kvf_host_pool_create(
         if config.bytes == 0 {
             bail!(KVF_ERR_INVALID_ARGUMENT, "config.bytes is 0");
         }
+        must_be_zero(config.reserved, "config.reserved")?;
         let node = match config.numa_node {
             KVF_NUMA_ANY => None,
             KVF_NUMA_NODE_0 => Some(0),
             node => Some(node),
         };
         let core = Pool {
-            id: agent
-                .core
-                .create_pool(config.bytes, node, config.page_size)?,
+            id: match flags(config.flags, "config.flags")? {
+                0 => agent.core.create_pool(config.bytes, node, config.page_size),
+                _ => agent
+                    .core
+                    .create_pinned_pool(config.bytes, node, config.page_size),
+            }?,
             user_data: config.user_data,
         };
         out.set_handle(kvf_pool(Object::child(&agent, core)));
@@ -144,15 +156,19 @@ pub unsafe extern "C" fn kvf_host_pool_create(
 /// Registers memory of the caller.
 ///
 /// It must stay mapped, and stay the same memory, until kvferry says that it may be freed: see
-/// kvf_pool_unregister_begin(). It must not overlap another pool of the agent.
+/// kvf_pool_unregister_begin(). It must not overlap another pool of the agent. Device memory must
+/// lie in one allocation of cudaMalloc or cuMemAlloc; its context is used, never owned.
 ///
 /// @param      agent  The agent.
 /// @param[in]  desc   Start from KVF_POOL_DESC_INIT. Not kept.
 /// @param[out] pool   Receives the pool; end it with kvf_pool_destroy().
-/// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for a NULL base, 0 bytes or an unknown kind;
-///         KVF_ERR_OUT_OF_RANGE for a range that passes the end of the address space;
-///         KVF_ERR_DUPLICATE for memory that overlaps another pool;
-///         KVF_ERR_UNSUPPORTED for KVF_MEMORY_DEVICE.
+/// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for a NULL base, 0 bytes, an unknown kind, and memory
+///         that is not of the kind or device that was named, or managed;
+///         KVF_ERR_OUT_OF_RANGE for a range that passes the end of the address space or of its
+///         allocation on a device;
+///         KVF_ERR_DUPLICATE for memory that overlaps another pool or is pinned already;
+///         KVF_ERR_UNSUPPORTED for KVF_MEMORY_DEVICE without a CUDA driver, and for memory of
+///         cuMemCreate or of a memory pool; KVF_ERR_STATE to pin without a CUDA context.
 ///
 /// # Safety
 /// @p agent must be live, @p desc point to `desc->struct_size` readable bytes, the memory be
@@ -170,14 +186,10 @@ pub unsafe extern "C" fn kvf_pool_register(
         let desc = unsafe { read(desc, "desc") }?;
         // SAFETY: the caller's contract.
         let out = unsafe { Out::new(pool, "pool") }?;
-        must_be_zero(desc.reserved, "desc.reserved")?;
+        let flags = flags(desc.flags, "desc.flags")?;
         match desc.memory_kind {
             KVF_MEMORY_HOST => must_be_zero(desc.device, "desc.device (of host memory)")?,
-            KVF_MEMORY_DEVICE => bail!(
-                KVF_ERR_UNSUPPORTED,
-                "desc.memory_kind is KVF_MEMORY_DEVICE, which this library does not serve yet; \
-                 register host memory"
-            ),
+            KVF_MEMORY_DEVICE => must_be_zero(flags, "desc.flags (of device memory)")?,
             kind => bail!(
                 KVF_ERR_INVALID_ARGUMENT,
                 "desc.memory_kind {kind} is unknown"
@@ -201,7 +213,16 @@ pub unsafe extern "C" fn kvf_pool_register(
         }
         let core = Pool {
             // SAFETY: the memory stays valid until the pool is released: the caller's contract.
-            id: unsafe { agent.core.register_pool(desc.base.cast(), desc.bytes) }?,
+            id: unsafe {
+                let (core, base, bytes) = (&agent.core, desc.base, desc.bytes);
+                match (desc.memory_kind, flags) {
+                    (KVF_MEMORY_DEVICE, _) => {
+                        core.register_device_pool(base as u64, bytes, desc.device)
+                    }
+                    (_, 0) => core.register_pool(base.cast(), bytes),
+                    _ => core.register_pinned_pool(base.cast(), bytes),
+                }
+            }?,
             user_data: desc.user_data,
         };
         out.set_handle(kvf_pool(Object::child(&agent, core)));
@@ -209,7 +230,18 @@ pub unsafe extern "C" fn kvf_pool_register(
     })
 }
 
-/// Gives a pool's memory.
+/// Refuses flags that are not known.
+fn flags(given: u32, what: &str) -> crate::error::Result<u32> {
+    if given & !KVF_POOL_PINNED != 0 {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "{what} is {given:#x}: only KVF_POOL_PINNED is known"
+        );
+    }
+    Ok(given)
+}
+
+/// Gives a pool's memory. Of a device pool an address that only the device can use.
 ///
 /// @param      pool   The pool.
 /// @param[out] base   Receives the address of its first byte.

@@ -5,14 +5,16 @@ use std::time::Duration;
 
 use super::agent::kvf_agent;
 use super::boundary::guard;
-use super::checks::{must_be_zero, no_stream, read_blob, read_cause, say};
+use super::checks::{must_be_zero, read_blob, read_cause, say};
 use super::event::kvf_key;
 use super::handle::{Object, destroy};
 use super::peer::kvf_peer;
 use super::structs::{
     Out, abi_struct, check_head, put_bytes, read, read_array, read_plain, view, write_result,
 };
-use crate::agent::{Outcome, Publication, PublishDesc, PublishedGroup, PublishedState};
+use crate::agent::{
+    CallerStream, Outcome, Publication, PublishDesc, PublishedGroup, PublishedState,
+};
 use crate::bail;
 use crate::error::{Result, Status, kvf_status};
 
@@ -105,7 +107,7 @@ pub struct kvf_publish_desc {
     /// Elements of `states`.
     pub num_states: usize,
     /// CUstream: the slots are readable when what is enqueued so far is done. NULL = they are
-    /// readable now; anything else is KVF_ERR_UNSUPPORTED for now.
+    /// readable now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
     pub stream: *mut c_void,
     /// Life until the first reader, in ns from now; 0 = the agent's `claim_ns`.
     pub claim_ns: u64,
@@ -171,8 +173,8 @@ abi_struct!(head kvf_publication_info {
 ///         KVF_ERR_DUPLICATE for a slot or group named twice; KVF_ERR_INVALID_ARGUMENT for fewer
 ///         slots than tokens; KVF_ERR_SLOT_BUSY for a slot that a transfer writes, with its holder
 ///         in kvf_last_error(); KVF_ERR_LIMIT when `max_publications` live, for more than
-///         1048576 slots, or when `aux` is too long;
-///         KVF_ERR_UNSUPPORTED for a stream. Nothing was offered then.
+///         1048576 slots, or when `aux` is too long; KVF_ERR_UNSUPPORTED for a stream that is being
+///         captured, or without a CUDA driver. Nothing was offered then.
 ///
 /// # Safety
 /// @p agent must be live, @p desc point to `desc->struct_size` readable bytes and its arrays to as
@@ -397,7 +399,6 @@ impl kvf_publish_desc {
     /// As `kvf_publish`.
     pub(crate) unsafe fn convert(&self) -> Result<PublishDesc> {
         must_be_zero(self.reserved, "desc.reserved")?;
-        no_stream(self.stream, "desc.stream")?;
         // SAFETY: the caller's contract.
         let (groups, states, aux) = unsafe {
             (
@@ -414,6 +415,7 @@ impl kvf_publish_desc {
             lease: Duration::from_nanos(self.lease_ns),
             aux,
             prefix_tag: self.prefix_tag,
+            stream: CallerStream::new(self.stream),
             user_data: self.user_data,
         })
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::agent::kvf_agent;
 use super::boundary::guard;
-use super::checks::{no_stream, read_blob};
+use super::checks::read_blob;
 use super::event::kvf_key;
 use super::handle::{Object, optional};
 use super::import::{
@@ -18,7 +18,7 @@ use super::publication::{
 };
 use super::structs::{Out, abi_struct, read, read_plain, view};
 use super::transfer::kvf_transfer;
-use crate::agent::{PublishDesc, ReceiveDesc};
+use crate::agent::{CallerStream, PublishDesc, ReceiveDesc};
 use crate::bail;
 use crate::error::{Result, kvf_status};
 
@@ -52,7 +52,8 @@ pub struct kvf_receive_desc {
     pub owned_only_elem_size: usize,
     /// Elements of `owned_only`.
     pub num_owned_only: usize,
-    /// CUstream: earlier users of the slots are done when what is enqueued so far is done.
+    /// CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
+    /// they are done now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
     pub stream: *mut c_void,
     /// From now, in ns; 0 = the agent's `transfer_ns`.
     pub deadline_ns: u64,
@@ -98,7 +99,8 @@ pub struct kvf_push_desc {
     pub states_elem_size: usize,
     /// Elements of `states`.
     pub num_states: usize,
-    /// CUstream: the slots are readable when what is enqueued so far is done.
+    /// CUstream: the slots are readable when what is enqueued so far is done. NULL = they are
+    /// readable now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
     pub stream: *mut c_void,
     /// From now, in ns; 0 = the agent's `transfer_ns`.
     pub deadline_ns: u64,
@@ -141,7 +143,6 @@ pub unsafe extern "C" fn kvf_receive_begin(
         let desc = unsafe { read(desc, "desc") }?;
         // SAFETY: the caller's contract.
         let out = unsafe { Out::new(transfer, "transfer") }?;
-        no_stream(desc.stream, "desc.stream")?;
         // SAFETY: the caller's contract.
         let sender = unsafe { optional(desc.peer, |p| &p.0, &agent, "desc.peer") }?;
         // SAFETY: the caller's contract.
@@ -158,6 +159,7 @@ pub unsafe extern "C" fn kvf_receive_begin(
                 deadline: Duration::from_nanos(desc.deadline_ns),
                 priority: desc.priority,
                 prefix_tag: desc.prefix_tag,
+                stream: CallerStream::new(desc.stream),
                 user_data: desc.user_data,
             }
         };
@@ -220,7 +222,6 @@ impl kvf_push_desc {
                 self.priority
             );
         }
-        no_stream(self.stream, "desc.stream")?;
         // SAFETY: the caller's contract.
         unsafe {
             Ok((
@@ -238,6 +239,7 @@ impl kvf_push_desc {
                     )?,
                     aux: read_plain(self.aux.cast::<u8>(), self.aux_bytes, "desc.aux")?,
                     prefix_tag: self.prefix_tag,
+                    stream: CallerStream::new(self.stream),
                     user_data: self.user_data,
                     ..PublishDesc::default()
                 },

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::agent::kvf_agent;
 use super::boundary::guard;
-use super::checks::{give_text, must_be_zero, name_field, no_stream};
+use super::checks::{give_text, must_be_zero, name_field};
 use super::engine::kvf_engine;
 use super::event::kvf_key;
 use super::handle::{Object, Shared, Use, destroy};
@@ -20,7 +20,7 @@ use super::structs::{
     Out, OutArray, abi_struct, check_head, put_bytes, read, read_plain, view, write_result,
 };
 use super::transceiver_config::kvf_transceiver_config;
-use crate::agent::{Agent, ImportDesc, Peer};
+use crate::agent::{Agent, CallerStream, ImportDesc, Peer};
 use crate::bail;
 use crate::error::{Error, Result, Status, kvf_status};
 use crate::transceiver::{
@@ -122,7 +122,7 @@ pub struct kvf_receive_request {
     /// Elements of `owned_only`.
     pub num_owned_only: usize,
     /// CUstream: earlier users of the slots are done when what is enqueued so far is done. NULL =
-    /// they are done; anything else is KVF_ERR_UNSUPPORTED for now.
+    /// they are done now; the default streams are KVF_STREAM_LEGACY and KVF_STREAM_PER_THREAD.
     pub stream: *mut c_void,
     /// From now, in ns; 0 = the transceiver's `transfer_ns`.
     pub deadline_ns: u64,
@@ -767,7 +767,6 @@ impl kvf_receive_request {
     unsafe fn convert<'a>(&self, core: &Use<'_, Core>) -> Result<(Use<'a, Peer>, ReceiveRequest)> {
         must_be_zero(self.reserved, "request.reserved")?;
         must_be_zero(self.reserved2, "request.reserved2")?;
-        no_stream(self.stream, "request.stream")?;
         // SAFETY: the caller's contract.
         let peer = unsafe { view(self.peer, "request.peer") }?
             .0
@@ -791,6 +790,7 @@ impl kvf_receive_request {
                 deadline: Duration::from_nanos(self.deadline_ns),
                 priority: self.priority,
                 prefix_tag: self.prefix_tag,
+                stream: CallerStream::new(self.stream),
                 user_data: self.user_data,
             }
         };

@@ -9,7 +9,7 @@ use super::event::kvf_key;
 use super::handle::{Object, destroy};
 use super::layout::{KVF_GROUP_PAGED, KVF_GROUP_STATE};
 use super::structs::{OutArray, abi_struct, check_head, put_bytes, view, write_result};
-use crate::agent::{PartInfo, PartKind, PartState, Transfer};
+use crate::agent::{CallerStream, PartInfo, PartKind, PartState, Transfer};
 use crate::bail;
 use crate::error::{Status, kvf_status};
 
@@ -296,12 +296,14 @@ pub unsafe extern "C" fn kvf_transfer_offer(
 }
 
 /// Makes a CUDA stream wait, without a block on the host, until the transfer has ended, in success
-/// or failure, at the latest at its deadline. It orders work; it does not say success. Not served
-/// yet.
+/// or failure, at the latest at its deadline. It orders work; it does not say success: what the
+/// stream does next must not be trusted before kvf_transfer_poll() has said KVF_OK.
 ///
 /// @param transfer  The transfer.
-/// @param stream    CUstream of the caller; NULL = the legacy default stream.
-/// @return KVF_ERR_UNSUPPORTED.
+/// @param stream    CUstream of the caller, KVF_STREAM_LEGACY or KVF_STREAM_PER_THREAD.
+/// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for NULL and for what is no stream;
+///         KVF_ERR_UNSUPPORTED for a stream that is being captured, on a device without stream
+///         memory operations, or without a CUDA driver.
 ///
 /// # Safety
 /// @p transfer and @p stream must be live.
@@ -312,12 +314,15 @@ pub unsafe extern "C" fn kvf_transfer_stream_wait(
 ) -> kvf_status {
     guard::<()>(|| {
         // SAFETY: the caller's contract.
-        let _transfer = unsafe { view(transfer, "transfer") }?.0.enter("transfer")?;
-        let _ = stream;
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "this library does not serve CUDA streams yet; use kvf_transfer_wait()"
-        )
+        let transfer = unsafe { view(transfer, "transfer") }?.0.enter("transfer")?;
+        match CallerStream::new(stream) {
+            Some(stream) => transfer.stream_wait(stream),
+            None => bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "stream is NULL, which names no stream: the legacy default stream is \
+                 KVF_STREAM_LEGACY"
+            ),
+        }
     })
 }
 

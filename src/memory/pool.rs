@@ -8,6 +8,7 @@ use super::check;
 use super::memfd::{PageSize, Sealed, system_page};
 use crate::bail;
 use crate::error::Result;
+use crate::observe::fault;
 
 /// Who made a pool's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -16,7 +17,23 @@ pub enum PoolKind {
     Shared,
     /// The engine; peers on this host read it through the kernel.
     Registered,
+    /// The engine, on a CUDA device: this process cannot address it.
+    Device,
 }
+
+/// How a device reaches a pool: memory of its own, or host memory that is pinned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OnDevice {
+    /// Number of the device.
+    pub device: u32,
+    /// The `CUcontext` that it belongs to.
+    pub context: usize,
+    /// First byte as the device addresses it.
+    pub address: u64,
+}
+
+/// What is undone before a pool's memory may be freed.
+type Pin = Box<dyn std::fmt::Debug + Send + Sync>;
 
 /// A registered memory range. Shared memory is unmapped when the pool is dropped; registered
 /// memory stays the engine's.
@@ -26,6 +43,10 @@ pub struct Pool {
     base: NonNull<u8>,
     bytes: u64,
     page_bytes: u64,
+    on_device: Option<OnDevice>,
+    kind: PoolKind,
+    // Before the memory: fields are dropped in this order.
+    pin: Mutex<Option<Pin>>,
     shared: Option<Sealed>,
     gate: Mutex<Gate>,
 }
@@ -90,6 +111,9 @@ impl Pool {
             base: sealed.region().base(),
             bytes,
             page_bytes: pages.bytes(),
+            on_device: None,
+            kind: PoolKind::Shared,
+            pin: Mutex::default(),
             shared: Some(sealed),
             gate: Mutex::default(),
         })
@@ -129,9 +153,85 @@ impl Pool {
             base,
             bytes,
             page_bytes: if cfg!(miri) { 4096 } else { system_page() },
+            on_device: None,
+            kind: PoolKind::Registered,
+            pin: Mutex::default(),
             shared: None,
             gate: Mutex::default(),
         })
+    }
+
+    /// Takes note of memory on a device, which the caller has checked. [`Self::base`] is its
+    /// address there: nothing of this process may read or write it.
+    ///
+    /// # Errors
+    /// `KVF_ERR_INVALID_ARGUMENT` for address 0.
+    pub fn on_a_device(id: u32, bytes: u64, place: OnDevice) -> Result<Self> {
+        let base = std::ptr::with_exposed_provenance_mut(place.address as usize);
+        let Some(base) = NonNull::new(base) else {
+            bail!(KVF_ERR_INVALID_ARGUMENT, "pool {id}: base is NULL");
+        };
+        Ok(Self {
+            id,
+            base,
+            bytes,
+            page_bytes: if cfg!(miri) { 4096 } else { system_page() },
+            on_device: Some(place),
+            kind: PoolKind::Device,
+            pin: Mutex::default(),
+            shared: None,
+            gate: Mutex::default(),
+        })
+    }
+
+    /// A range of this process for the length of a copy, unchecked.
+    ///
+    /// # Safety
+    /// As for [`Self::register`].
+    pub unsafe fn passing(id: u32, base: NonNull<u8>, bytes: u64) -> Self {
+        Self {
+            id,
+            base,
+            bytes,
+            page_bytes: 1,
+            on_device: None,
+            kind: PoolKind::Registered,
+            pin: Mutex::default(),
+            shared: None,
+            gate: Mutex::default(),
+        }
+    }
+
+    /// Notes that the pool is pinned; `pin` is dropped by [`Self::unpin`], at the latest with the
+    /// pool.
+    #[must_use]
+    pub fn pinned(mut self, place: OnDevice, pin: Pin) -> Self {
+        self.on_device = Some(place);
+        self.pin = Mutex::new(Some(pin));
+        self
+    }
+
+    /// Undoes [`Self::pinned`], before "may be freed" is said. No copy may be running.
+    pub fn unpin(&self) {
+        if fault::deviates("cuda_keep_pin") {
+            return;
+        }
+        let pin = self
+            .pin
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        drop(pin);
+    }
+
+    /// How a device reaches the pool; `None`: not at all.
+    pub fn on_device(&self) -> Option<OnDevice> {
+        self.on_device
+    }
+
+    /// Whether it is memory of a device.
+    pub fn is_device(&self) -> bool {
+        self.kind == PoolKind::Device
     }
 
     fn gate(&self) -> MutexGuard<'_, Gate> {
@@ -171,7 +271,8 @@ impl Pool {
         self.id
     }
 
-    /// First byte. Valid for [`Self::bytes`] bytes while the pool exists.
+    /// First byte. Valid for [`Self::bytes`] bytes while the pool exists; of a device pool an
+    /// address that only the device can use.
     pub fn base(&self) -> *mut u8 {
         self.base.as_ptr()
     }
@@ -183,10 +284,7 @@ impl Pool {
 
     /// Who made the memory.
     pub fn kind(&self) -> PoolKind {
-        match self.shared {
-            Some(_) => PoolKind::Shared,
-            None => PoolKind::Registered,
-        }
+        self.kind
     }
 
     /// The file to send to a peer that maps the pool; `None` for the engine's own memory.

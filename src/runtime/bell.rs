@@ -44,11 +44,15 @@ impl AsFd for Bell {
     }
 }
 
-/// Waits until one of two descriptors is readable, at most `limit` (`None`: without limit).
+/// Waits until one of two descriptors is readable, at most `limit` (`None`: without limit); whether
+/// one is.
 ///
 /// # Errors
 /// The kernel cannot watch them.
-pub fn wait_readable(fds: [Option<BorrowedFd<'_>>; 2], limit: Option<Duration>) -> io::Result<()> {
+pub fn wait_readable(
+    fds: [Option<BorrowedFd<'_>>; 2],
+    limit: Option<Duration>,
+) -> io::Result<bool> {
     let timeout = match limit {
         Some(limit) => i32::try_from(limit.as_millis() + 1).unwrap_or(i32::MAX),
         None => -1,
@@ -59,13 +63,14 @@ pub fn wait_readable(fds: [Option<BorrowedFd<'_>>; 2], limit: Option<Duration>) 
         revents: 0,
     });
     // SAFETY: two pollfds that live here; a negative descriptor is ignored.
-    if unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) } < 0 {
+    let n = unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) };
+    if n < 0 {
         let err = io::Error::last_os_error();
         if err.kind() != io::ErrorKind::Interrupted {
             return Err(err);
         }
     }
-    Ok(())
+    Ok(n > 0)
 }
 
 #[cfg(test)]

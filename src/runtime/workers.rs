@@ -1,32 +1,77 @@
 //! Threads that copy.
+//!
+//! A task that waits for somebody else (a socket of a peer that is stopped or cut off) says so with
+//! [`stalled`]: while it does, another thread takes its place, so that tasks about other peers go on.
 
+use std::cell::RefCell;
 use std::collections::BinaryHeap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
 use super::thread::{Thread, spawn};
 use crate::error::Result;
+
+/// Most threads that take the places of stalled ones.
+const MAX_SPARE: usize = 64;
 
 type Task = Box<dyn FnOnce() + Send>;
 
 /// A pool of threads that run tasks, larger priority first, then in order.
 pub struct Workers {
     shared: Arc<Shared>,
-    threads: Mutex<Vec<Thread>>,
-    count: usize,
 }
 
 struct Shared {
     queue: Mutex<Queue>,
     wake: Condvar,
+    threads: Mutex<Vec<Thread>>,
+    name: String,
+    affinity: Vec<u32>,
+    count: usize,
+    on_panic: Box<dyn Fn() + Send + Sync>,
 }
 
 #[derive(Default)]
 struct Queue {
     tasks: BinaryHeap<Entry>,
     next: u64,
+    /// Threads that there are, wait for a task, and are stalled in one.
+    running: usize,
+    idle: usize,
+    stalled: usize,
+    /// Number of the next spare thread's name.
+    spare: usize,
     closed: bool,
+}
+
+thread_local! {
+    /// The pool of a worker thread.
+    static POOL: RefCell<Weak<Shared>> = const { RefCell::new(Weak::new()) };
+}
+
+/// Runs what may wait long for somebody else. On a worker's thread another thread may take its
+/// place meanwhile; on others nothing happens.
+pub fn stalled<R>(wait: impl FnOnce() -> R) -> R {
+    let Some(pool) = POOL.with_borrow(Weak::upgrade) else {
+        return wait();
+    };
+    /// Also when `wait` panics.
+    struct Stalled(Arc<Shared>);
+    impl Drop for Stalled {
+        fn drop(&mut self) {
+            let mut queue = self.0.lock();
+            queue.stalled -= 1;
+            if queue.running > queue.stalled + self.0.count && queue.idle > 0 {
+                drop(queue);
+                self.0.wake.notify_one(); // one that is not needed any more ends
+            }
+        }
+    }
+    pool.lock().stalled += 1;
+    pool.replace_stalled();
+    let _stalled = Stalled(pool);
+    wait()
 }
 
 struct Entry {
@@ -64,39 +109,27 @@ impl Workers {
         affinity: &[u32],
         on_panic: impl Fn() + Send + Sync + 'static,
     ) -> Result<Self> {
-        let shared = Arc::new(Shared {
-            queue: Mutex::default(),
-            wake: Condvar::new(),
-        });
-        let on_panic = Arc::new(on_panic);
-        let mut workers = Self {
-            shared: shared.clone(),
-            threads: Mutex::default(),
-            count,
+        let workers = Self {
+            shared: Arc::new(Shared {
+                queue: Mutex::default(),
+                wake: Condvar::new(),
+                threads: Mutex::default(),
+                name: name.to_owned(),
+                affinity: affinity.to_vec(),
+                count,
+                on_panic: Box::new(on_panic),
+            }),
         };
         for i in 0..count {
-            let (shared, on_panic) = (shared.clone(), on_panic.clone());
-            let body = move || {
-                while let Some(task) = shared.next() {
-                    // AssertUnwindSafe: whoever hears of the panic fails all operations.
-                    if catch_unwind(AssertUnwindSafe(task)).is_err() {
-                        on_panic();
-                    }
-                }
-            };
-            let thread = spawn(format!("{name}-w{i}"), affinity, body)?;
-            workers
-                .threads
-                .get_mut()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(thread);
+            workers.shared.lock().running += 1;
+            workers.shared.add_thread(format!("w{i}"))?;
         }
         Ok(workers)
     }
 
-    /// Number of threads.
+    /// Number of threads, those of stalled ones' places not counted.
     pub fn count(&self) -> usize {
-        self.count
+        self.shared.count
     }
 
     /// Queues a task; after [`Self::close`] it is dropped.
@@ -112,6 +145,7 @@ impl Workers {
             });
             drop(queue);
             self.shared.wake.notify_one();
+            self.shared.replace_stalled();
         }
     }
 
@@ -120,8 +154,7 @@ impl Workers {
     pub fn close(&self, deadline: Instant) -> bool {
         self.shared.lock().closed = true;
         self.shared.wake.notify_all();
-        let threads =
-            std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        let threads = std::mem::take(&mut *self.shared.threads());
         let mut all_ended = true;
         for thread in threads {
             all_ended &= thread.join_until(deadline);
@@ -143,20 +176,75 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a task; `None`: closed and nothing is left.
+    fn threads(&self) -> MutexGuard<'_, Vec<Thread>> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts a thread that is counted as running already.
+    fn add_thread(self: &Arc<Self>, suffix: String) -> Result<()> {
+        let shared = self.clone();
+        let body = move || {
+            POOL.set(Arc::downgrade(&shared));
+            while let Some(task) = shared.next() {
+                // AssertUnwindSafe: whoever hears of the panic fails all operations.
+                if catch_unwind(AssertUnwindSafe(task)).is_err() {
+                    (shared.on_panic)();
+                }
+            }
+        };
+        let thread = spawn(format!("{}-{suffix}", self.name), &self.affinity, body)?;
+        let mut threads = self.threads();
+        threads.retain(|thread| !thread.is_finished());
+        threads.push(thread);
+        Ok(())
+    }
+
+    /// Starts a thread if tasks wait only because others are stalled.
+    fn replace_stalled(self: &Arc<Self>) {
+        let number = {
+            let mut queue = self.lock();
+            let free = queue.running.saturating_sub(queue.stalled);
+            if queue.closed
+                || queue.tasks.is_empty()
+                || queue.idle > 0
+                || free >= self.count
+                || queue.running >= self.count + MAX_SPARE
+            {
+                return;
+            }
+            queue.running += 1;
+            queue.spare = queue.spare.wrapping_add(1);
+            queue.spare
+        };
+        if self.add_thread(format!("s{number}")).is_err() {
+            // No worse than before: the tasks wait for the stalled ones.
+            self.lock().running -= 1;
+        }
+    }
+
+    /// Waits for a task; `None`: closed and nothing is left, or there are enough others.
     fn next(&self) -> Option<Task> {
         let mut queue = self.lock();
         loop {
+            if queue.running > queue.stalled + self.count {
+                queue.running -= 1;
+                // A task's notice may have come to this thread.
+                self.wake.notify_one();
+                return None;
+            }
             if let Some(entry) = queue.tasks.pop() {
                 return Some(entry.task);
             }
             if queue.closed {
+                queue.running -= 1;
                 return None;
             }
+            queue.idle += 1;
             queue = self
                 .wake
                 .wait(queue)
                 .unwrap_or_else(PoisonError::into_inner);
+            queue.idle -= 1;
         }
     }
 }
@@ -164,7 +252,7 @@ impl Shared {
 impl std::fmt::Debug for Workers {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Workers")
-            .field("count", &self.count)
+            .field("count", &self.shared.count)
             .finish_non_exhaustive()
     }
 }
@@ -203,5 +291,41 @@ mod tests {
         workers.submit(0, move || send.send("next").unwrap());
         assert!(workers.close(soon()));
         assert_eq!(receive.try_iter().collect::<Vec<_>>(), ["panic", "next"]);
+    }
+
+    #[test]
+    fn tasks_go_on_while_others_are_stalled() {
+        let workers = Workers::start("t", 2, &[], || {}).unwrap();
+        let (hold, held) = channel::<()>();
+        let held = Arc::new(Mutex::new(held));
+        let (send, receive) = channel();
+        for _ in 0..5 {
+            let (held, begun) = (held.clone(), send.clone());
+            workers.submit(0, move || {
+                stalled(|| {
+                    begun.send("stalled").unwrap();
+                    held.lock().unwrap().recv().unwrap();
+                });
+            });
+        }
+        for _ in 0..5 {
+            assert_eq!(receive.recv_timeout(Duration::from_secs(20)), Ok("stalled"));
+        }
+        let other = send.clone();
+        workers.submit(0, move || other.send("other").unwrap());
+        assert_eq!(receive.recv_timeout(Duration::from_secs(20)), Ok("other"));
+        for _ in 0..5 {
+            hold.send(()).unwrap();
+        }
+        // The threads that took their places end.
+        let until = soon();
+        while workers.shared.lock().running > 2 {
+            assert!(Instant::now() < until);
+            let after = send.clone();
+            workers.submit(0, move || after.send("after").unwrap());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(workers.close(soon()));
+        assert_eq!(workers.shared.lock().running, 0);
     }
 }

@@ -20,6 +20,8 @@ pub enum Event {
     SourceLost(usize, End),
     /// Nobody is left who could send to a receive.
     NoSender(End),
+    /// Something on our side failed; copies that run stop.
+    Failed(End),
     /// The caller cancels.
     Cancel,
     /// The agent ends.
@@ -137,6 +139,7 @@ impl Import {
                     self.fail(end, &mut actions);
                 }
             }
+            Event::Failed(end) => self.fail(end, &mut actions),
             Event::Cancel => self.fail(
                 End::new(KVF_ERR_CANCELLED, "cancelled by this side"),
                 &mut actions,

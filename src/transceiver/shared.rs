@@ -350,6 +350,7 @@ fn offer_of(key: Key, import: ImportDesc) -> ReceiveDesc {
         deadline: import.deadline,
         priority: import.priority,
         prefix_tag: import.prefix_tag,
+        stream: import.stream,
         user_data: import.user_data,
     }
 }

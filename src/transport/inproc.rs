@@ -39,8 +39,30 @@ impl InprocPath {
 }
 
 impl InprocPath {
+    /// One of the source's pools.
+    pub(super) fn pool(&self, id: u32) -> Option<&Pool> {
+        self.pools.get(&id).map(|pool| &**pool)
+    }
+
+    /// Copies what is host memory on both sides.
+    pub(super) fn copy_batch<'a>(
+        &'a self,
+        batch: &[Pattern],
+        job_pool: impl Fn(u32) -> Option<&'a Pool>,
+        whole: u64,
+        scratch: &mut Scratch,
+    ) -> Result<u64> {
+        copy_patterns(
+            batch.iter(),
+            |id| self.pool(id).filter(|p| !p.is_device()).map(Source::from),
+            job_pool,
+            whole,
+            scratch,
+        )
+    }
+
     /// Keeps the source's pools open for one piece.
-    fn enter(&self, batch: &[Pattern]) -> Result<Vec<Entered<'_>>> {
+    pub(super) fn enter(&self, batch: &[Pattern]) -> Result<Vec<Entered<'_>>> {
         let mut ids: Vec<u32> = batch.iter().map(|p| p.src_pool).collect();
         ids.sort_unstable();
         ids.dedup();
@@ -72,13 +94,8 @@ impl DataPath for InprocPath {
         while job.next(COPY_BYTES, &mut batch) {
             // The source agent waits for these before it says "may be freed now".
             let _open = self.enter(&batch)?;
-            let moved = copy_patterns(
-                batch.iter(),
-                |id| self.pools.get(&id).map(|pool| Source::from(&**pool)),
-                |id| job.pool(id).map(|pool| &**pool),
-                job.bytes(),
-                &mut scratch,
-            )?;
+            let pool = |id| job.pool(id).map(|pool| &**pool);
+            let moved = self.copy_batch(&batch, pool, job.bytes(), &mut scratch)?;
             job.add_moved(moved);
             batch.clear();
         }

@@ -4,6 +4,7 @@
 //! `begin` call for a small job, and pulls its work from the shared [`ReadJob`], so that several
 //! workers can serve one job and a cancel is seen between two pieces.
 
+pub mod device;
 pub mod inproc;
 pub mod shm;
 mod span;
@@ -52,6 +53,10 @@ pub struct ReadJob {
     request: wire::DataOpen,
     /// A source said that its lease did not hold.
     lease_lost: AtomicBool,
+    /// A device may still write the job's memory.
+    unquiet: AtomicBool,
+    /// The deviation `cuda_attest_early` of test builds.
+    attested_early: AtomicBool,
 }
 
 impl ReadJob {
@@ -74,6 +79,8 @@ impl ReadJob {
             moved: AtomicU64::new(0),
             request,
             lease_lost: AtomicBool::new(false),
+            unquiet: AtomicBool::new(false),
+            attested_early: AtomicBool::new(false),
         }
     }
 
@@ -192,6 +199,24 @@ impl ReadJob {
         self.lease_lost.load(Ordering::Acquire)
     }
 
+    /// Notes that a device could not be stopped: the job's memory is never safe again.
+    pub fn mark_unquiet(&self) {
+        self.unquiet.store(true, Ordering::Release);
+    }
+
+    /// Whether a device may still write the job's memory although every `run` has returned.
+    pub fn is_unquiet(&self) -> bool {
+        self.unquiet.load(Ordering::Acquire)
+    }
+
+    fn attest_early(&self) {
+        self.attested_early.store(true, Ordering::Release);
+    }
+
+    fn attested_early(&self) -> bool {
+        self.attested_early.load(Ordering::Acquire)
+    }
+
     /// Whether somebody called [`Self::cancel`].
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::SeqCst)
@@ -217,7 +242,8 @@ pub trait DataPath: Send + Sync {
     fn reason(&self) -> String;
 
     /// Copies pieces of the job until [`ReadJob::next`] gives no more. When it returns, whether in
-    /// success or failure, this thread touches the job's memory no more. Called by several
+    /// success or failure, this thread and what it has started touch the job's memory no more; a
+    /// path that cannot make sure of that calls [`ReadJob::mark_unquiet`]. Called by several
     /// workers at once.
     ///
     /// # Errors
@@ -234,6 +260,18 @@ pub trait DataPath: Send + Sync {
     /// Workers that may be in [`Self::run`] of one job at once.
     fn most_workers(&self) -> usize {
         usize::MAX
+    }
+
+    /// Pools of the source that are mapped here and that it must not free.
+    fn mapped(&self) -> usize {
+        0
+    }
+
+    /// Lets go of a pool of the source that is mapped here, when the last copy from it has ended.
+    /// False: it is not mapped.
+    fn unmap(&self, pool: u32) -> bool {
+        let _ = pool;
+        false
     }
 
     /// Jobs up to this many bytes may be run by the thread that begins them.

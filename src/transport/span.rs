@@ -81,6 +81,21 @@ pub(super) fn check(pattern: &Pattern, src_bytes: u64, dst_bytes: u64) -> Result
     Ok(extent.bytes)
 }
 
+/// The host cannot write there; only a path that knows devices can.
+///
+/// # Errors
+/// `KVF_ERR_INTERNAL`.
+pub(super) fn refuse_device(pool: &Pool) -> Result<()> {
+    if pool.is_device() {
+        bail!(
+            KVF_ERR_INTERNAL,
+            "pool {} is device memory, which the host cannot copy to",
+            pool.id()
+        );
+    }
+    Ok(())
+}
+
 /// Bytes from a pattern's first to behind its last byte on either side, and bytes moved.
 struct Extent {
     src: u64,
@@ -201,6 +216,7 @@ pub(super) fn copy_patterns<'p, 'a>(
                     .ok_or_else(|| unknown_pool("the peer", pattern.src_pool))?;
                 let dst = job_pool(pattern.dst_pool)
                     .ok_or_else(|| unknown_pool("this side", pattern.dst_pool))?;
+                refuse_device(dst)?;
                 known = Some((pattern.src_pool, pattern.dst_pool, src, dst));
                 shared_range |= overlap(
                     (src.base.addr() as u64, src.bytes),

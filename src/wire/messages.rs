@@ -18,7 +18,7 @@ pub struct Frame {
     /// What it says.
     #[prost(
         oneof = "Body",
-        tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 30, 31, 32, 33"
+        tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 30, 31, 32, 33, 40, 41, 42"
     )]
     pub body: Option<Body>,
 }
@@ -98,6 +98,15 @@ pub enum Body {
     /// The connection is open; with the answering side's proof.
     #[prost(message, tag = "33")]
     Accepted(Accepted),
+    /// What was published may be read: the source's stream has come so far.
+    #[prost(message, tag = "40")]
+    Readable(Readable),
+    /// The source wants to free a pool that the reader has mapped.
+    #[prost(message, tag = "41")]
+    Unmap(Unmap),
+    /// The reader has unmapped it.
+    #[prost(message, tag = "42")]
+    Unmapped(Unmap),
 }
 
 /// A connection's first message: small, so that a stranger costs little. See [`super::opening`].
@@ -266,6 +275,45 @@ pub struct PoolMemory {
     /// A descriptor of it travels along.
     #[prost(bool, tag = "4")]
     pub mappable: bool,
+    /// Set if it is memory of a CUDA device; `address` is 0 then.
+    #[prost(message, optional, tag = "20")]
+    pub device: Option<DeviceMemory>,
+}
+
+/// Where a device pool is.
+#[derive(Clone, PartialEq, Message)]
+pub struct DeviceMemory {
+    /// The device, 16 bytes.
+    #[prost(bytes = "vec", tag = "1")]
+    pub uuid: Vec<u8>,
+    /// CUDA IPC handle of the allocation, 64 bytes; empty = it cannot be mapped.
+    #[prost(bytes = "vec", tag = "2")]
+    pub handle: Vec<u8>,
+    /// Where the pool begins in its allocation.
+    #[prost(uint64, tag = "3")]
+    pub offset: u64,
+    /// Why there is no handle.
+    #[prost(string, tag = "4")]
+    pub reason: String,
+}
+
+/// A publication whose stream has come so far.
+#[derive(Clone, PartialEq, Message)]
+pub struct Readable {
+    /// Request and attempt.
+    #[prost(message, optional, tag = "1")]
+    pub key: Option<KeyMessage>,
+    /// Which publication.
+    #[prost(uint64, tag = "2")]
+    pub epoch: u64,
+}
+
+/// A pool of the source that the reader has mapped.
+#[derive(Clone, PartialEq, Message)]
+pub struct Unmap {
+    /// Pool id.
+    #[prost(uint32, tag = "1")]
+    pub pool: u32,
 }
 
 /// Nothing to say.
@@ -475,6 +523,9 @@ pub struct TicketEntry {
     /// State slots.
     #[prost(message, repeated, tag = "7")]
     pub states: Vec<TicketState>,
+    /// Not to be read before the source has sent [`Readable`]; a claim asks for it.
+    #[prost(bool, tag = "20")]
+    pub gated: bool,
 }
 
 /// Blocks of one group.

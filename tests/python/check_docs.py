@@ -83,6 +83,8 @@ def tests():
                 there = f"kvf_tool({program} " in read("tools/CMakeLists.txt")
             elif kind == "rust":
                 there = (ROOT / f"tests/{case}.rs").exists()
+            elif kind == "net" and "." in case:
+                there = f"def {case.split('.')[1]}(" in read("cpp_tests/net/net_test.py")
             elif kind == "consumer" and case:
                 there = re.search(rf"_case [^)]*\b{case}\b", code)
             else:

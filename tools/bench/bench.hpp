@@ -22,10 +22,12 @@ struct Options {
   std::uint64_t blocks = 0;
   std::uint32_t threads = 2;
   std::uint32_t repeats = 9;
+  std::uint32_t rounds = 1000;
   std::uint64_t pool_mib = 1024;
   std::uint64_t spin_us = 0;
   std::uint32_t regions = 10'000;
   bool scattered = false;
+  bool step = false;
   double quiet_s = 1;
   double idle_s = 10;
   std::uint64_t pending = 10'000;
@@ -67,5 +69,6 @@ void run_idle(const Options& options, Child& source);
 void run_idle_loop(const Options& options, Child& source);
 void run_registration(const Options& options, Child& source);
 void run_pending(const Options& options, Child& source);
+void run_device(const Options& options, Child& source);
 
 }  // namespace kvferry::tools

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <iostream>
 #include <numeric>
 #include <random>
 #include <sstream>
@@ -77,6 +78,9 @@ Times alternate(const Options& options, const Case& c, AnySource& source, Bare& 
   std::mt19937 shuffler(1);
   for (std::uint32_t repetition = 0; repetition <= options.repeats; ++repetition) {
     const bool first = repetition == 0;
+    std::string line;
+    if (options.step && !std::getline(std::cin, line)) throw std::runtime_error("--step: no more");
+    Json seconds = Json::object();
     if (!wait_for_quiet(options.quiet_s) && !first) ++times.noisy;
     std::shuffle(order.begin(), order.end(), shuffler);
     for (const std::size_t who : order) {
@@ -106,6 +110,11 @@ Times alternate(const Options& options, const Case& c, AnySource& source, Bare& 
         (void)destination.side().agent().take_events();
       }
       if (first) destination.compare(slots, to);
+      seconds[who < ways ? bare.ways()[who] : "kvferry"] = taken;
+    }
+    if (options.step) {
+      const Json done{{"case", name(c)}, {"repetition", repetition}, {"seconds", seconds}};
+      std::cout << done.dump() << std::endl;
     }
   }
   return times;

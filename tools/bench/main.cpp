@@ -32,6 +32,8 @@ const Scenario scenarios[] = {
     {"idle-loop", "a context loop in status(1): from a request's arrival to the loop's having it",
      run_idle_loop},
     {"pending", "status sweep and completion with --pending requests in flight", run_pending},
+    {"device", "memory of one GPU: scattered blocks and 256-byte runs, against one copy of as many bytes",
+     run_device},
 };
 
 constexpr const char* footer = R"(
@@ -176,6 +178,9 @@ int main(int argc, char** argv) {
   app.add_option("--repeats", options.repeats, "Counted repetitions")
       ->check(CLI::Range(1, 10000))
       ->capture_default_str();
+  app.add_option("--rounds", options.rounds, "Counted blocks of the scenario latency, each way")
+      ->check(CLI::Range(1, 10'000'000))
+      ->capture_default_str();
   app.add_option("--pool-mib", options.pool_mib, "Memory of the source in MiB")
       ->check(CLI::Range(1ull, 1ull << 30))
       ->capture_default_str();
@@ -185,6 +190,9 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_flag("--scattered", options.scattered,
                "Scattered blocks in the destination too, in as much memory as the source has");
+  app.add_flag("--step", options.step,
+               "Scenario transfer: before each repetition wait for a line on standard input, after it "
+               "print its times; for programs that let others take turns (implies --json)");
   app.add_option("--regions", options.regions, "Ranges of the scenario registration")
       ->check(CLI::Range(200u, 30000u))
       ->capture_default_str();
@@ -205,6 +213,7 @@ int main(int argc, char** argv) {
   app.add_flag("--json", options.json, "One line of JSON for each case");
   app.add_option("--child-fd", child_fd)->group("");  // the second process
   CLI11_PARSE(app, argc, argv);
+  options.json |= options.step;
   try {
     return child_fd >= 0 ? serve_source(child_fd, stream_hook()) : run(options);
   } catch (const std::exception& e) {

@@ -49,7 +49,7 @@ void take_end(Destination& destination, int fd, const Transfer& transfer) {
 void run_latency(const Options& options, Child& child) {
   const std::uint64_t block = options.block_size != 0 ? options.block_size : small_block;
   constexpr std::size_t at_once = 100;
-  const std::size_t turns = 1 + std::max<std::size_t>(options.repeats, 1000) / at_once;
+  const std::size_t turns = 1 + (options.rounds + at_once - 1) / at_once;
   AnySource source(options, child, options.setup(block, 1));
   Destination destination(options.setup(block, 1), source.metadata());
   Blocks random((options.pool_mib << 20) / block);
@@ -133,6 +133,9 @@ void run_begin(const Options& options, Child& child) {
               {"blocks", blocks},
               {"memory", options.memory},
               {"rounds", rounds},
+              {"peer_ms", std::chrono::duration<double, std::milli>(destination.peer_time()).count()},
+              {"layout_ms",
+               std::chrono::duration<double, std::milli>(destination.side().layout_time()).count()},
               {"min_us", percentile(inside, 0) * 1e6}};
   add_percentiles(result, "", inside);
   report(options, result);

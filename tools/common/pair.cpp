@@ -26,6 +26,8 @@ kvferry::Agent make_agent(const Setup& setup, const char* name) {
   config.workers = setup.workers;
   config.spin = std::chrono::microseconds(setup.spin_us);
   config.fingerprint = "kvferry-tools";
+  config.listen = setup.listen;
+  config.advertise = setup.advertise;
   return kvferry::Agent(config);
 }
 
@@ -83,8 +85,10 @@ Side::Side(const Setup& setup, std::uint64_t bytes, const char* name)
     pool_ = agent_.register_memory(own_.data(), bytes);
     data_ = own_.data();
   }
+  const auto begin = std::chrono::steady_clock::now();
   agent_.set_layout(blocks_of(pool_, setup.block_size, bytes));
   engine_ = agent_.engine();
+  layout_time_ = std::chrono::steady_clock::now() - begin;
 }
 
 int Side::pool_fd() const {
@@ -137,6 +141,7 @@ Destination::Destination(const Setup& setup, const Bytes& source_metadata)
   if (const kvf_status status = peer_.wait(15s); status != KVF_OK) {
     throw Error(status, peer_.text());
   }
+  peer_time_ = std::chrono::steady_clock::now() - begin_;
 }
 
 Transfer Destination::pull(const Bytes& ticket, std::size_t blocks) {

@@ -24,6 +24,7 @@ struct Setup {
   std::uint64_t room_bytes = 0;     // of the destination
   std::uint32_t workers = 1;
   std::uint64_t spin_us = 0;
+  std::string listen, advertise;  // of this process
   NLOHMANN_DEFINE_TYPE_INTRUSIVE(Setup, memory, transports, block_size, pool_bytes, room_bytes,
                                  workers, spin_us)
 };
@@ -50,6 +51,8 @@ class Side {
 
   kvferry::Agent& agent() noexcept { return agent_; }
   const kvferry::Engine& engine() const noexcept { return engine_; }
+  // How long describing and announcing the memory took.
+  std::chrono::nanoseconds layout_time() const noexcept { return layout_time_; }
   std::byte* data() const noexcept { return data_; }
   Bytes metadata() const { return engine_.metadata(); }
   // The file behind a pool made by kvferry, found among this process's descriptors. Not owned.
@@ -60,6 +63,7 @@ class Side {
   kvferry::Agent agent_;
   Pool pool_;
   Engine engine_;
+  std::chrono::nanoseconds layout_time_{0};
   std::byte* data_ = nullptr;
 };
 
@@ -87,6 +91,8 @@ class Destination {
 
   Side& side() noexcept { return side_; }
   const Peer& peer() const noexcept { return peer_; }
+  // How long it took until the peer was ready: connected, its memory mapped and populated.
+  std::chrono::nanoseconds peer_time() const noexcept { return peer_time_; }
   // Pulls the blocks of a ticket into slots 0, 1, ..., or into those given.
   Transfer pull(const Bytes& ticket, std::size_t blocks);
   Transfer pull(const Bytes& ticket, const std::vector<std::int32_t>& to);
@@ -101,7 +107,9 @@ class Destination {
  private:
   std::uint64_t block_size_;
   Side side_;
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   Peer peer_;
+  std::chrono::nanoseconds peer_time_{0};
   std::vector<std::int32_t> slots_;
 };
 

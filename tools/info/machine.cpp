@@ -13,6 +13,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <kvferry.hpp>
 #include <sstream>
 
 namespace kvferry::tools {
@@ -104,6 +105,12 @@ std::string process_vm_readv_call() {
   return std::strerror(errno);
 }
 
+// The CUDA driver, or why there is none.
+std::string cuda() {
+  char text[1024] = "";
+  return kvf_cuda_info(text, sizeof text, nullptr) == KVF_OK ? text : kvferry::last_error();
+}
+
 Json ptrace_scope() {
   std::istringstream value(first_line("/proc/sys/kernel/yama/ptrace_scope"));
   int scope = 0;
@@ -145,6 +152,7 @@ Json machine() {
       {"process_vm_readv", process_vm_readv_call()},
       {"yama_ptrace_scope", ptrace_scope()},
       {"cap_sys_ptrace", may_ptrace()},
+      {"cuda", cuda()},
   };
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // kvferry-info: what this library can do on this machine, and plans on paper.
 #include <CLI/CLI.hpp>
+#include <cstdlib>
 #include <fstream>
 #include <cstdlib>
 #include <iostream>
@@ -10,6 +11,7 @@
 #include "machine.hpp"
 #include "pair.hpp"
 #include "paths.hpp"
+#include "peer.hpp"
 
 namespace {
 
@@ -64,6 +66,24 @@ int plan(const std::vector<std::string>& files, std::uint32_t policy, bool json)
   return explained["errors"].empty() && explained["uncovered"].empty() ? 0 : 1;
 }
 
+// The exit code: 0 if there is a way.
+int peer(const kvferry::tools::Place& place, const std::string& file, bool json) {
+  const Json found = kvferry::tools::peer(place, file);
+  const bool reached = !found["selected"].is_null();
+  if (json) {
+    std::cout << found.dump(2) << "\n";
+    return reached ? 0 : 1;
+  }
+  std::cout << (reached ? "selected " + found["selected"].get<std::string>() : "no transport") << ": "
+            << found["text"].get<std::string>() << "\neach on its own\n";
+  for (const Json& path : found["transports"]) {
+    std::cout << "  " << path["name"].get<std::string>() << ": "
+              << (path["available"] ? "available: " : "not available: ")
+              << path["reason"].get<std::string>() << "\n";
+  }
+  return reached ? 0 : 1;
+}
+
 int info(bool self_test, bool json) {
   kvferry::tools::Child child;
   Json all{{"version", kvf_version_string()},
@@ -108,6 +128,26 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"spread", "lowest"}))
       ->capture_default_str()
       ->needs(plans);
+  std::string serve_file, peer_file, key_file;
+  kvferry::tools::Place place;
+  auto* serve = app.add_option("--serve", serve_file,
+                               "Stand as the other side of --peer: write this agent's metadata to "
+                               "FILE and wait for SIGINT")
+                    ->type_name("FILE")
+                    ->excludes("--plan")
+                    ->excludes("--self-test");
+  app.add_option("--peer", peer_file,
+                 "Connect to the agent of --serve, whose FILE was copied here: which transport is "
+                 "selected, and what stands against each other one")
+      ->type_name("FILE")
+      ->check(CLI::ExistingFile)
+      ->excludes("--plan")
+      ->excludes("--self-test")
+      ->excludes(serve);
+  app.add_option("--listen", place.listen, "host:port that this side listens on (127.0.0.1:0)");
+  app.add_option("--advertise", place.advertise, "host:port that the other side is told");
+  app.add_option("--key-file", key_file, "File with the pre-shared key of both sides")
+      ->check(CLI::ExistingFile);
   app.add_flag_callback(
       "--version",
       [] {
@@ -118,6 +158,12 @@ int main(int argc, char** argv) {
   app.add_option("--child-fd", child_fd)->group("");  // the second process
   CLI11_PARSE(app, argc, argv);
   try {
+    if (!key_file.empty()) setenv("KVFERRY_AUTH_KEY_FILE", key_file.c_str(), 1);
+    if (!serve_file.empty()) {
+      kvferry::tools::serve(place, serve_file);
+      return 0;
+    }
+    if (!peer_file.empty()) return peer(place, peer_file, json);
     if (child_fd >= 0) return kvferry::tools::serve_source(child_fd);
     if (!files.empty()) {
       return plan(files, policy == "lowest" ? KVF_POLICY_LOWEST : KVF_POLICY_SPREAD, json);

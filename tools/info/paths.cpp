@@ -85,7 +85,7 @@ Json test_memory(Child& child, const std::string& memory) {
 
 Json transports(Child& child) {
   Json all = Json::array();
-  for (const char* name : {"inproc", "shm", "tcp", "ucx", "cuda_ipc"}) {
+  for (const char* name : kTransports) {
     all.push_back(try_transport(child, name));
   }
   return all;

@@ -5,6 +5,9 @@
 
 namespace kvferry::tools {
 
+// As in kvf_agent_config, in the order in which they are tried.
+inline constexpr const char* kTransports[] = {"inproc", "shm", "unix", "tcp", "ucx", "cuda_ipc"};
+
 // Forces two agents onto each transport and reports what the library says: an array of
 // {name, available, reason}.
 Json transports(Child& child);

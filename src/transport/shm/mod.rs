@@ -190,7 +190,7 @@ impl ShmPath {
     }
 
     /// Copies one batch; returns the bytes written, fewer than all only if `stop` said so.
-    fn copy_batch<'a>(
+    pub(super) fn copy_batch<'a>(
         &'a self,
         batch: &[Pattern],
         job_pool: impl Fn(u32) -> Option<&'a Pool>,
@@ -237,6 +237,7 @@ impl ShmPath {
             };
             let dst = job_pool(pattern.dst_pool)
                 .ok_or_else(|| span::unknown_pool("this side", pattern.dst_pool))?;
+            span::refuse_device(dst)?;
             if span::check(pattern, *bytes, dst.bytes())? == 0 {
                 continue;
             }
@@ -300,10 +301,26 @@ impl ShmPath {
 
 /// What a worker keeps from batch to batch of one job.
 #[derive(Default)]
-struct Buffers {
+pub(super) struct Buffers {
     scratch: Scratch,
     window: Window,
     read_by_pid: bool,
+}
+
+impl Buffers {
+    pub(super) fn scratch(&mut self) -> &mut Scratch {
+        &mut self.scratch
+    }
+}
+
+impl ShmPath {
+    /// After the last batch that used these buffers: was it the peer that was read?
+    pub(super) fn after(&self, buffers: &Buffers) -> Result<()> {
+        match buffers.read_by_pid {
+            true => self.same_program(),
+            false => Ok(()),
+        }
+    }
 }
 
 impl DataPath for ShmPath {
@@ -340,10 +357,7 @@ impl DataPath for ShmPath {
             job.add_moved(moved);
             batch.clear();
         }
-        if buffers.read_by_pid {
-            self.same_program()?;
-        }
-        Ok(())
+        self.after(&buffers)
     }
 
     fn attest(&self, job: &ReadJob) -> Result<bool> {

@@ -4,14 +4,17 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::stream::{Patience, Ranges, Stream};
 use super::{BATCH_BYTES, HEAD_BYTES, MAX_TEXT, PIPELINE, TRAILER_BYTES};
 use crate::bail;
+use crate::cuda::Devices;
 use crate::error::{Error, Result, Status};
 use crate::plan::Pattern;
+use crate::transport::device::flow::Flow;
+use crate::transport::device::socket::Landing;
 use crate::transport::span::{Runs, check};
 use crate::transport::{DataPath, ReadJob};
 use crate::wire::{self, Body, DataClose, DataRead, Frame};
@@ -31,6 +34,7 @@ pub struct TcpPath {
     /// Of one job at once, and kept when they are idle.
     connections: usize,
     spin: Duration,
+    devices: Arc<Devices>,
 }
 
 impl TcpPath {
@@ -42,6 +46,7 @@ impl TcpPath {
         pools: BTreeMap<u32, u64>,
         connections: usize,
         spin: Duration,
+        devices: Arc<Devices>,
         connect: Connect,
     ) -> Self {
         Self {
@@ -53,6 +58,7 @@ impl TcpPath {
             next_job: AtomicU64::new(1),
             connections: connections.max(1),
             spin,
+            devices,
         }
     }
 
@@ -86,6 +92,17 @@ impl TcpPath {
 
     /// One worker's part of a job, on one connection.
     fn read(&self, stream: &Stream, job: &ReadJob) -> Result<()> {
+        let mut flow = Flow::new(&self.devices, job);
+        let outcome = self.read_with(stream, job, &mut flow);
+        flow.finish(outcome)
+    }
+
+    fn read_with<'a>(
+        &'a self,
+        stream: &Stream,
+        job: &'a ReadJob,
+        flow: &mut Flow<'a>,
+    ) -> Result<()> {
         let wake = job.wake()?;
         let patience = Patience {
             spin: self.spin,
@@ -140,7 +157,7 @@ impl TcpPath {
                     .map_err(|e| failed("request", &e))?;
                 out.clear();
             }
-            self.receive(stream, job, &batch, &mut ranges, patience)
+            self.receive(stream, job, &batch, &mut ranges, flow, patience)
                 .map_err(|e| match e {
                     Fault::Io(e) => failed("read", &e),
                     Fault::Told(e) => e,
@@ -155,10 +172,12 @@ impl TcpPath {
         job: &ReadJob,
         batch: &[Pattern],
         ranges: &mut Ranges,
+        flow: &mut Flow<'_>,
         patience: Patience<'_>,
     ) -> std::result::Result<(), Fault> {
         ranges.clear();
-        let mut bytes = 0;
+        let (mut bytes, mut on_host) = (0, 0);
+        let mut landing = Landing::default();
         for pattern in batch {
             let Some(pool) = job.pool(pattern.dst_pool) else {
                 return Err(Fault::Told(crate::err!(
@@ -169,11 +188,16 @@ impl TcpPath {
             };
             let src_bytes = self.pools.get(&pattern.src_pool).copied().unwrap_or(0);
             let moved = check(pattern, src_bytes, pool.bytes()).map_err(Fault::Told)?;
-            if moved > 0 {
+            if moved > 0 && pool.is_device() {
+                let at = landing.place(flow, pattern, pool, moved);
+                ranges.push(at.map_err(Fault::Told)?, moved as usize);
+                bytes += moved;
+            } else if moved > 0 {
                 for (_, to) in Runs::new(pattern) {
                     ranges.push(pool.base().wrapping_add(to as usize), pattern.run as usize);
                 }
                 bytes += moved;
+                on_host += moved;
             }
         }
         let mut head = [0; HEAD_BYTES];
@@ -185,15 +209,16 @@ impl TcpPath {
         if status != 0 || coming != bytes {
             return Err(self.refused(stream, status, text, coming, bytes, patience));
         }
-        // SAFETY: `check` has put every destination byte inside a pool of this job, which keeps it.
+        // SAFETY: `check` has put every destination byte inside a pool of this job, which keeps it,
+        // or it is in the buffer of a lane that `landing` has.
         unsafe { stream.receive_ranges(ranges, patience) }.map_err(Fault::Io)?;
         let mut trailer = [0; TRAILER_BYTES];
         stream.receive(&mut trailer, patience).map_err(Fault::Io)?;
         if u32::from_le_bytes(trailer) != 1 {
             job.lose_lease();
         }
-        job.add_moved(bytes);
-        Ok(())
+        job.add_moved(on_host);
+        landing.start(flow).map_err(Fault::Told)
     }
 
     fn refused(

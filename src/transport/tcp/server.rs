@@ -8,9 +8,11 @@ use std::time::Duration;
 
 use super::stream::{Patience, Ranges, Stream};
 use super::{BATCH_BYTES, HEAD_BYTES};
+use crate::cuda::Devices;
 use crate::error::{Error, Result};
 use crate::memory::Pool;
 use crate::plan::{Binding, Cursor, Pattern};
+use crate::transport::device::socket::Raising;
 use crate::transport::span::{Runs, check};
 use crate::wire::{Body, DataOpen, DataRead, Decoder, MAX_FRAME};
 use crate::{bail, err};
@@ -36,6 +38,9 @@ pub trait Source: Send + Sync {
 
     /// One of our pools.
     fn pool(&self, id: u32) -> Option<Arc<Pool>>;
+
+    /// Streams and buffers for pools on a device.
+    fn devices(&self) -> &Devices;
 }
 
 /// Limits of a data connection.
@@ -145,13 +150,20 @@ fn answer(
         let e = err!(KVF_ERR_EXPIRED, "the source's lease has ended");
         return refuse(stream, &e, patience);
     }
-    let mut bytes = 0;
+    let (mut bytes, mut raising) = (0, Raising::new(source.devices()));
     for pattern in batch.iter() {
         let Some(pool) = pools.get(&pattern.src_pool) else {
             continue;
         };
         match check(pattern, pool.bytes(), u64::MAX) {
             Ok(0) => {}
+            Ok(moved) if pool.is_device() => match raising.place(pattern, pool, moved) {
+                Ok(at) => {
+                    bytes += moved;
+                    ranges.push(at, moved as usize);
+                }
+                Err(e) => return refuse(stream, &e, patience),
+            },
             Ok(moved) => {
                 bytes += moved;
                 for (from, _) in Runs::new(pattern) {
@@ -164,11 +176,20 @@ fn answer(
             Err(e) => return refuse(stream, &e, patience),
         }
     }
+    if let Err(e) = raising.wait(limits.stall) {
+        // The device may still read the pools.
+        raising.finish(true);
+        std::mem::forget(guards);
+        return refuse(stream, &e, patience);
+    }
     let mut head = [0; HEAD_BYTES];
     head[8..].copy_from_slice(&bytes.to_le_bytes());
     stream.send(&head, patience)?;
-    // SAFETY: `check` has put every byte inside a pool, which `guards` keep.
-    unsafe { stream.send_ranges(ranges, patience) }?;
+    // SAFETY: `check` has put every byte inside a pool, which `guards` keep, or it is in the buffer
+    // of a lane that `raising` has.
+    let sent = unsafe { stream.send_ranges(ranges, patience) };
+    raising.finish(false);
+    sent?;
     let held = u32::from((opened.holds)());
     drop(guards);
     stream.send(&held.to_le_bytes(), patience)

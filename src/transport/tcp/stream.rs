@@ -1,10 +1,15 @@
 //! A non-blocking stream socket, used by one thread at a time, with waits that can be woken.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result, Status};
+use crate::runtime::stalled;
+
+/// After a wait of this long the other side is taken for stalled, and other work goes on in another
+/// thread.
+const SHORT: Duration = Duration::from_millis(20);
 
 /// Most ranges in one call (UIO_MAXIOV).
 const MAX_RANGES: usize = 1024;
@@ -64,6 +69,76 @@ impl Stream {
             return Err(io::Error::last_os_error());
         }
         Ok(Self { fd })
+    }
+
+    /// Connects to an abstract Unix socket. That takes time only while its backlog is full: an
+    /// agent that is stopped, or a flood; then at most `timeout`, without one none.
+    ///
+    /// # Errors
+    /// The system's; `WouldBlock` for a backlog that is full and stays so.
+    pub fn connect_unix(name: &[u8], timeout: Option<Duration>) -> io::Result<Self> {
+        // SAFETY: all-zero is a valid sockaddr_un.
+        let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+        address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+        // An abstract name begins with a zero byte.
+        if name.len() >= address.sun_path.len() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        for (to, from) in address.sun_path[1..].iter_mut().zip(name) {
+            *to = *from as libc::c_char;
+        }
+        let head = std::mem::offset_of!(libc::sockaddr_un, sun_path) + 1;
+        let flags =
+            libc::SOCK_STREAM | libc::SOCK_CLOEXEC | timeout.map_or(libc::SOCK_NONBLOCK, |_| 0);
+        // SAFETY: integers only.
+        let fd = unsafe { libc::socket(libc::AF_UNIX, flags, 0) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a new descriptor that nobody else has.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        if let Some(timeout) = timeout {
+            let limit = libc::timeval {
+                tv_sec: timeout.as_secs() as libc::time_t,
+                // Zero would be no limit.
+                tv_usec: libc::suseconds_t::from(timeout.subsec_micros().max(1)),
+            };
+            set_option(fd.as_fd(), libc::SOL_SOCKET, libc::SO_SNDTIMEO, &limit)?;
+        }
+        // SAFETY: the address lives here; the length covers the name and what is before it.
+        let done = unsafe {
+            libc::connect(
+                fd.as_raw_fd(),
+                (&raw const address).cast(),
+                (head + name.len()) as libc::socklen_t,
+            )
+        };
+        if done != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Self::new(fd)
+    }
+
+    /// Lets the kernel ask an idle TCP peer every `every` whether it still has the connection, and
+    /// end it after `silence` without an answer. Without effect on a Unix socket.
+    pub fn watch_peer(&self, every: Duration, silence: Duration) {
+        let whole = |n: u128| libc::c_int::try_from(n).unwrap_or(libc::c_int::MAX).max(1);
+        let every = whole(u128::from(every.as_secs()));
+        let options = [
+            (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+            (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, every),
+            (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, every),
+            // Also of what was sent and is not acknowledged.
+            (
+                libc::IPPROTO_TCP,
+                libc::TCP_USER_TIMEOUT,
+                whole(silence.as_millis()),
+            ),
+        ];
+        for (level, name, value) in options {
+            // What the kernel refuses is left out: deadlines hold without it.
+            let _ = set_option(self.fd.as_fd(), level, name, &value);
+        }
     }
 
     /// Open, and nothing has come that nobody asked for.
@@ -261,17 +336,14 @@ impl Stream {
         let events = if send { libc::POLLOUT } else { libc::POLLIN };
         let begin = Instant::now();
         loop {
-            let spinning = begin.elapsed() < patience.spin;
-            let timeout = match (spinning, patience.stall) {
-                (true, _) => 0,
-                (false, Some(stall)) => {
-                    let left = stall.saturating_sub(begin.elapsed());
-                    if left.is_zero() {
-                        return Err(io::ErrorKind::TimedOut.into());
-                    }
-                    i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
-                }
-                (false, None) => -1,
+            let waited = begin.elapsed();
+            let left = patience.stall.map(|stall| stall.saturating_sub(waited));
+            let timeout = match left {
+                _ if waited < patience.spin => 0,
+                Some(left) if left.is_zero() => return Err(io::ErrorKind::TimedOut.into()),
+                _ if waited < patience.spin + SHORT => SHORT.as_millis() as i32,
+                Some(left) => i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX),
+                None => -1,
             };
             let mut polled = [
                 libc::pollfd {
@@ -286,7 +358,11 @@ impl Stream {
                 },
             ];
             // SAFETY: two pollfds that live here; a negative descriptor is ignored.
-            let n = unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) };
+            let mut poll = || unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) };
+            let n = match waited < patience.spin + SHORT {
+                true => poll(),
+                false => stalled(poll),
+            };
             if n < 0 && io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
                 return Err(io::Error::last_os_error());
             }
@@ -297,6 +373,34 @@ impl Stream {
                 return Ok(());
             }
         }
+    }
+}
+
+fn set_option<T: Copy>(
+    fd: BorrowedFd<'_>,
+    level: libc::c_int,
+    name: libc::c_int,
+    value: &T,
+) -> io::Result<()> {
+    // SAFETY: the value is borrowed, and its size is given.
+    let done = unsafe {
+        libc::setsockopt(
+            fd.as_raw_fd(),
+            level,
+            name,
+            std::ptr::from_ref(value).cast(),
+            size_of::<T>() as libc::socklen_t,
+        )
+    };
+    match done {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+impl From<Stream> for OwnedFd {
+    fn from(stream: Stream) -> Self {
+        stream.fd
     }
 }
 
@@ -318,4 +422,35 @@ fn skip(mut ranges: &mut [libc::iovec], mut n: usize) -> &mut [libc::iovec] {
         ranges = &mut ranges[1..];
     }
     ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::{SocketAddr, UnixListener};
+
+    use super::*;
+
+    #[test]
+    fn a_full_backlog_is_waited_for_no_longer_than_was_said() {
+        let name = format!("kvferry-test-backlog-{}", std::process::id()).into_bytes();
+        let address = SocketAddr::from_abstract_name(&name).unwrap();
+        let listener = UnixListener::bind_addr(&address).unwrap();
+        let mut waiting = Vec::new();
+        let full = loop {
+            match Stream::connect_unix(&name, None) {
+                Ok(stream) => waiting.push(stream),
+                Err(e) => break e,
+            }
+        };
+        assert_eq!(full.kind(), io::ErrorKind::WouldBlock);
+        let limit = Duration::from_millis(30);
+        let e = Stream::connect_unix(&name, Some(limit)).unwrap_err();
+        assert_eq!(e.kind(), io::ErrorKind::WouldBlock);
+        listener.accept().unwrap();
+        Stream::connect_unix(&name, Some(limit)).unwrap();
+        drop(listener);
+        let e = Stream::connect_unix(&name, None).unwrap_err();
+        assert_eq!(e.kind(), io::ErrorKind::ConnectionRefused);
+    }
 }
