@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::library::Library;
 use crate::error::{Error, Result, Status};
+use crate::observe::fault;
 use crate::runtime::{Bell, wait_readable};
 
 /// A registered range of an agent.
@@ -191,6 +192,9 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// Of a batch that is no copy, in bytes.
+    const SMALL: u64 = LANDING_WORDS as u64 * 8;
+
     /// Of `gets`, at least one, under a flight that has begun it; `posted` counts what UCX has of
     /// the endpoint.
     pub fn new(
@@ -244,5 +248,8 @@ impl Batch {
             self.flight.bytes.fetch_add(self.bytes, Ordering::AcqRel);
         }
         self.flight.land(self.gets);
+        if self.flight.in_flight() > 0 && self.bytes > Self::SMALL {
+            fault::point("mid_copy");
+        }
     }
 }

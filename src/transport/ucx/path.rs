@@ -165,6 +165,7 @@ impl UcxPath {
                 // SAFETY: every destination was checked against a pool of the job, which the job
                 // keeps; `run` returns only when no batch is in flight.
                 unsafe { self.engine.read(self.endpoint, flight, gets)? };
+                job.add_moved(flight.take_bytes());
             }
             job.add_moved(flight.take_bytes());
             if flight.in_flight() == 0 || flight.is_stopped() || job.is_cancelled() {
