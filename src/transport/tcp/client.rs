@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -20,7 +20,8 @@ use crate::transport::{DataPath, ReadJob};
 use crate::wire::{self, Body, DataClose, DataRead, Frame};
 
 /// Opens one more connection to the source: connected, and its [`wire::DataHello`] sent.
-pub type Connect = Box<dyn Fn() -> Result<Stream> + Send + Sync>;
+/// Given up when the descriptor is readable.
+pub type Connect = Box<dyn Fn(Option<BorrowedFd<'_>>) -> Result<Stream> + Send + Sync>;
 
 /// Reads one source agent through stream sockets.
 pub struct TcpPath {
@@ -67,7 +68,7 @@ impl TcpPath {
     /// # Errors
     /// As the connecting.
     pub fn prove(&self) -> Result<()> {
-        let stream = (self.connect)()?;
+        let stream = (self.connect)(None)?;
         self.put_back(stream);
         Ok(())
     }
@@ -268,7 +269,11 @@ impl DataPath for TcpPath {
     fn run(&self, job: &ReadJob) -> Result<()> {
         let stream = match self.take_idle() {
             Some(stream) => stream,
-            None => (self.connect)()?,
+            None => match (self.connect)(Some(job.wake()?.as_fd())) {
+                Ok(stream) => stream,
+                Err(_) if job.is_cancelled() => return Ok(()),
+                Err(e) => return Err(e),
+            },
         };
         let outcome = self.read(&stream, job);
         match outcome {
