@@ -68,6 +68,24 @@ impl Ranges {
     pub fn clear(&mut self) {
         self.list.clear();
     }
+
+    /// Appends the bytes of all ranges to `out`.
+    ///
+    /// # Safety
+    /// All ranges must be readable; another thread or process may write them meanwhile.
+    pub unsafe fn copy_to(&self, out: &mut Vec<u8>) {
+        for range in &self.list {
+            out.reserve(range.iov_len);
+            let end = out.len();
+            // SAFETY: readable by contract; `reserve` has made room behind the end, which nobody
+            // else has, and all of it is written before the length says so.
+            unsafe {
+                let to = out.as_mut_ptr().add(end);
+                std::ptr::copy_nonoverlapping(range.iov_base.cast::<u8>(), to, range.iov_len);
+                out.set_len(end + range.iov_len);
+            }
+        }
+    }
 }
 
 impl Stream {
@@ -231,6 +249,43 @@ impl Stream {
             )
         };
         n < 0 && io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock
+    }
+
+    /// Looks for at most `spin` whether something has come (or the stream's end).
+    pub(super) fn comes_within(&self, spin: Duration) -> bool {
+        let patience = Patience {
+            spin,
+            wake: None,
+            stall: Some(Duration::ZERO),
+        };
+        self.wait(patience, false).is_ok()
+    }
+
+    /// Receives what comes next, at least one byte; 0 = the stream has ended.
+    pub(super) fn receive_next(
+        &self,
+        bytes: &mut [u8],
+        patience: Patience<'_>,
+    ) -> io::Result<usize> {
+        loop {
+            // SAFETY: the borrowed slice with its length.
+            let n = unsafe {
+                libc::recv(
+                    self.fd.as_raw_fd(),
+                    bytes.as_mut_ptr().cast(),
+                    bytes.len(),
+                    libc::MSG_DONTWAIT,
+                )
+            };
+            if let Ok(n) = usize::try_from(n) {
+                return Ok(n);
+            }
+            match io::Error::last_os_error() {
+                e if e.kind() == io::ErrorKind::WouldBlock => self.wait(patience, false)?,
+                e if e.kind() == io::ErrorKind::Interrupted => {}
+                e => return Err(e),
+            }
+        }
     }
 
     /// Ends both directions; a thread that waits on the socket is woken.
