@@ -31,11 +31,23 @@ struct Side {
 impl Side {
     /// `layers` tensors of `slots` blocks of `block` bytes.
     fn new(transport: &str, memory: Memory, layers: u32, slots: u32, block: u64) -> Self {
+        Self::spinning(Duration::ZERO, transport, memory, layers, slots, block)
+    }
+
+    fn spinning(
+        spin: Duration,
+        transport: &str,
+        memory: Memory,
+        layers: u32,
+        slots: u32,
+        block: u64,
+    ) -> Self {
         let agent = Agent::create(
             AgentConfig {
                 name: "side".into(),
                 fingerprint: "scale".into(),
                 transports: vec![transport.into()],
+                spin,
                 ..AgentConfig::default()
             },
             None,
@@ -113,8 +125,8 @@ fn word(tensor: usize, at: usize) -> u64 {
     ((tensor as u64) << 32 | (at as u64 + 1)).wrapping_mul(0x9E37_79B9_7F4A_7C15)
 }
 
-/// Pulls slots `from` into slots `to` and compares every byte of the sink.
-fn hand_over(source: &Side, sink: &Side, block: usize, from: &[i32], to: &[i32]) -> TransferInfo {
+/// Fills the source and makes it the sink's peer.
+fn meet(source: &Side, sink: &Side) -> Peer {
     for tensor in 0..source.tensors.len() {
         for (at, place) in source.words(tensor).iter_mut().enumerate() {
             *place = word(tensor, at);
@@ -125,42 +137,48 @@ fn hand_over(source: &Side, sink: &Side, block: usize, from: &[i32], to: &[i32])
         .add_peer(&source.agent.engine_metadata().unwrap(), 0)
         .unwrap();
     assert_eq!(peer.wait(LONG), KVF_OK, "{}", peer.info().text);
-    let publication = source
-        .agent
-        .publish(PublishDesc {
-            key: Key::default(),
-            groups: vec![PublishedGroup {
-                group: 0,
-                slots: from.to_vec(),
-                token_begin: 0,
-                token_end: from.len() as u64,
-                ..PublishedGroup::default()
-            }],
-            ..PublishDesc::default()
-        })
-        .unwrap();
-    let transfer = sink
-        .agent
-        .import_begin(
-            &peer,
-            ImportDesc {
-                ticket: publication.ticket().to_vec(),
-                groups: vec![ImportGroup {
-                    group: 0,
-                    slots: to.to_vec(),
-                    token_end: u64::MAX,
-                    ..ImportGroup::default()
-                }],
-                ..ImportDesc::default()
-            },
-        )
-        .unwrap();
+    peer
+}
+
+fn publish(source: &Side, from: &[i32]) -> Publication {
+    let offer = PublishDesc {
+        key: Key::default(),
+        groups: vec![PublishedGroup {
+            group: 0,
+            slots: from.to_vec(),
+            token_begin: 0,
+            token_end: from.len() as u64,
+            ..PublishedGroup::default()
+        }],
+        ..PublishDesc::default()
+    };
+    source.agent.publish(offer).unwrap()
+}
+
+fn pull(sink: &Side, peer: &Peer, ticket: &[u8], to: &[i32]) -> Transfer {
+    let want = ImportDesc {
+        ticket: ticket.to_vec(),
+        groups: vec![ImportGroup {
+            group: 0,
+            slots: to.to_vec(),
+            token_end: u64::MAX,
+            ..ImportGroup::default()
+        }],
+        ..ImportDesc::default()
+    };
+    sink.agent.import_begin(peer, want).unwrap()
+}
+
+/// Pulls slots `from` into slots `to` and compares every byte of the sink.
+fn hand_over(source: &Side, sink: &Side, block: usize, from: &[i32], to: &[i32]) -> TransferInfo {
+    let peer = meet(source, sink);
+    let publication = publish(source, from);
+    let transfer = pull(sink, &peer, publication.ticket(), to);
     assert_eq!(transfer.wait(LONG), KVF_OK, "{}", transfer.error_text());
     let info = transfer.info();
     let bytes = source.tensors.len() * block * from.len();
     assert_eq!(info.bytes, bytes as u64);
     assert_eq!(publication.wait(LONG), KVF_OK);
-
     let words = block / 8;
     for tensor in 0..sink.tensors.len() {
         let mut expected = vec![0; sink.tensor_words];
@@ -249,6 +267,50 @@ fn a_publication_has_a_limit_and_reaches_it() {
     assert_eq!(err.status, KVF_ERR_LIMIT);
     assert!(err.text.contains("1048577 slots"), "{err}");
     hand_over(&source, &sink, 8, &all[1..], &all[..LIMIT as usize]);
+}
+
+/// Small jobs over a socket are asked for by the caller's thread, which takes the answer if it may
+/// look for it; a worker does otherwise.
+#[test]
+fn small_pulls_one_after_the_other() {
+    const BLOCK: usize = 4096;
+    for transport in ["unix", "tcp"] {
+        for spin in [Duration::ZERO, Duration::from_millis(5)] {
+            let side = || Side::spinning(spin, transport, Memory::Own, 1, 64, BLOCK as u64);
+            let (source, sink) = (side(), side());
+            let peer = meet(&source, &sink);
+            for round in 0..200 {
+                // 1 to 9 blocks: from 4 KiB to more than is asked for at once.
+                let from: Vec<i32> = (0..=round % 9).map(|i| (round * 7 + i * 5) % 64).collect();
+                let to: Vec<i32> = (0..=round % 9).map(|i| (round * 3 + i) % 64).collect();
+                let publication = publish(&source, &from);
+                let transfer = pull(&sink, &peer, publication.ticket(), &to);
+                assert_eq!(transfer.wait(LONG), KVF_OK, "{}", transfer.error_text());
+                let words = BLOCK / 8;
+                for (from, to) in from.iter().zip(&to) {
+                    let at = *to as usize * words;
+                    let got = sink.words(0)[at..at + words].iter().enumerate();
+                    for (i, got) in got {
+                        assert_eq!(*got, word(0, *from as usize * words + i), "{round} {from}");
+                    }
+                }
+                assert_eq!(publication.wait(LONG), KVF_OK);
+            }
+            // What the source has taken back is refused by name, whoever asks for it.
+            let publication = publish(&source, &[1]);
+            publication.release();
+            assert_ne!(publication.wait(LONG), KVF_OK);
+            let before = sink.words(0)[..512].to_vec();
+            let transfer = pull(&sink, &peer, publication.ticket(), &[0]);
+            assert_eq!(
+                transfer.wait(LONG),
+                KVF_ERR_EXPIRED,
+                "{}",
+                transfer.error_text()
+            );
+            assert!(sink.words(0)[..512] == before);
+        }
+    }
 }
 
 #[test]

@@ -48,8 +48,8 @@ Call::Call(const char* function, Needs needs) {
   }
   result = injected(function);
   if (result != CUDA_SUCCESS) return;
-  // "The host function must not make any CUDA API calls. Attempting to use a CUDA API may result in
-  // CUDA_ERROR_NOT_PERMITTED, but this is not required." (cuLaunchHostFunc)
+  // Driver calls are forbidden inside a host function; this error is what the driver may give
+  // (cuLaunchHostFunc).
   if (in_host_function()) {
     violation(std::string(function) + " inside a host function");
     result = CUDA_ERROR_NOT_PERMITTED;

@@ -13,9 +13,8 @@ enum class Needs {
 };
 
 // Counts the call, lets it fail when a test asked for it, and finds the current context.
-// "CUDA_ERROR_NOT_INITIALIZED: the CUDA driver has not been initialized with cuInit()";
-// "CUDA_ERROR_INVALID_CONTEXT: most frequently indicates that there is no context bound to the
-// current thread" (CUresult). A forked child is as if cuInit was never called.
+// Before cuInit every call gives CUDA_ERROR_NOT_INITIALIZED, without a current context most give
+// CUDA_ERROR_INVALID_CONTEXT (CUresult). A forked child is as if cuInit was never called.
 struct Call {
   explicit Call(const char* function, Needs needs = Needs::Context);
   CUresult result = CUDA_SUCCESS;

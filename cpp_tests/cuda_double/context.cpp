@@ -29,8 +29,7 @@ void erase_of(Table& table, const std::shared_ptr<Context>& context) {
   }
 }
 
-// "Destroys and cleans up all resources associated with the context. ... These resources include
-// CUDA types such as CUmodule, CUfunction, CUstream, CUevent" (cuCtxDestroy).
+// What lives in a context goes with it: streams, events, modules, allocations (cuCtxDestroy).
 void destroy(const std::shared_ptr<Context>& context) {
   synchronize(context);
   std::vector<std::shared_ptr<Stream>> streams;
@@ -72,8 +71,7 @@ CUresult find_context(CUcontext handle, std::shared_ptr<Context>& context) {
 
 extern "C" {
 
-// "Initializes the driver API and must be called before any other function from the driver API in the
-// current process" (section "Initialization"); without a device CUDA_ERROR_NO_DEVICE.
+// The first call of a process (section "Initialization"); without a device CUDA_ERROR_NO_DEVICE.
 KVF_DOUBLE_EXPORT CUresult cuInit(unsigned int flags) {
   KVF_CALL(Nothing);
   if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
@@ -89,8 +87,8 @@ KVF_DOUBLE_EXPORT CUresult cuInit(unsigned int flags) {
   return CUDA_SUCCESS;
 }
 
-// "If the primary context is not yet active it will be created ... Unlike cuCtxCreate(), the newly
-// retained context is not pushed onto the stack" (cuDevicePrimaryCtxRetain).
+// Made by the first retain, counted by later ones, and never made current
+// (cuDevicePrimaryCtxRetain).
 KVF_DOUBLE_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   KVF_CALL(Init);
   if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
@@ -103,9 +101,7 @@ KVF_DOUBLE_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice
   return CUDA_SUCCESS;
 }
 
-// "Releases the primary context interop on the device. A retained context should always be released
-// once the user is done using it. The context is automatically reset once the last reference to it
-// is released" (cuDevicePrimaryCtxRelease).
+// Reset when the last retain is given back (cuDevicePrimaryCtxRelease).
 KVF_DOUBLE_EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
   KVF_CALL(Init);
   if (!valid(device)) return CUDA_ERROR_INVALID_DEVICE;
@@ -133,8 +129,7 @@ KVF_DOUBLE_EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned 
   return CUDA_SUCCESS;
 }
 
-// "Creates a new CUDA context and associates it with the calling thread. ... The context is created
-// with a usage count of 1 and ... pushed onto the stack" (cuCtxCreate).
+// The new context is current: it is pushed onto the thread's stack (cuCtxCreate).
 KVF_DOUBLE_EXPORT CUresult cuCtxCreate_v2(CUcontext* context, unsigned int, CUdevice device) {
   KVF_CALL(Init);
   if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
@@ -146,10 +141,8 @@ KVF_DOUBLE_EXPORT CUresult cuCtxCreate_v2(CUcontext* context, unsigned int, CUde
   return CUDA_SUCCESS;
 }
 
-// "If ctx is current to the calling thread then ctx will also be popped from the current thread's
-// context stack. If ctx is current to other threads, then ctx will remain current to those threads,
-// and attempting to access ctx from those threads will result in the error
-// CUDA_ERROR_CONTEXT_IS_DESTROYED" (cuCtxDestroy). A primary context cannot be destroyed so.
+// Popped from the calling thread's stack when it is on top; other threads keep it, and get
+// CUDA_ERROR_CONTEXT_IS_DESTROYED (cuCtxDestroy). A primary context cannot be destroyed so.
 KVF_DOUBLE_EXPORT CUresult cuCtxDestroy_v2(CUcontext handle) {
   KVF_CALL(Init);
   std::shared_ptr<Context> context;
@@ -161,8 +154,7 @@ KVF_DOUBLE_EXPORT CUresult cuCtxDestroy_v2(CUcontext handle) {
   return CUDA_SUCCESS;
 }
 
-// "If no context is bound to the calling CPU thread then *pctx is set to NULL and CUDA_SUCCESS is
-// returned" (cuCtxGetCurrent).
+// NULL and success without a context (cuCtxGetCurrent).
 KVF_DOUBLE_EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
   KVF_CALL(Init);
   if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
@@ -170,9 +162,7 @@ KVF_DOUBLE_EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
   return CUDA_SUCCESS;
 }
 
-// "If there exists a CUDA context stack on the calling CPU thread, this will replace the top of that
-// stack with ctx. If ctx is NULL then this will be equivalent to popping the top of the current CUDA
-// context stack (or a no-op if the current CUDA context stack is empty)" (cuCtxSetCurrent).
+// Replaces the top of the stack; NULL pops it, and does nothing to an empty one (cuCtxSetCurrent).
 KVF_DOUBLE_EXPORT CUresult cuCtxSetCurrent(CUcontext handle) {
   KVF_CALL(Init);
   auto& stack = context_stack();
@@ -218,11 +208,8 @@ KVF_DOUBLE_EXPORT CUresult cuCtxSynchronize(void) {
   return synchronize(call.context);
 }
 
-// "Returns CUDA_ERROR_PEER_ACCESS_UNSUPPORTED if cuDeviceCanAccessPeer() indicates that the CUdevice
-// of the current context cannot directly access memory from the CUdevice of peerContext.
-// CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED if direct access ... has already been enabled.
-// CUDA_ERROR_INVALID_CONTEXT if ... peerContext is not valid, or if the current context is
-// peerContext. CUDA_ERROR_INVALID_VALUE if Flags is not 0" (cuCtxEnablePeerAccess).
+// One way, for the current context; flags are reserved, twice is an error of its own
+// (cuCtxEnablePeerAccess).
 KVF_DOUBLE_EXPORT CUresult cuCtxEnablePeerAccess(CUcontext handle, unsigned int flags) {
   KVF_CALL(Context);
   std::shared_ptr<Context> peer;

@@ -35,9 +35,8 @@ CUresult copy(const Call& call, CUdeviceptr dst, CUdeviceptr src, size_t bytes, 
   if (found != CUDA_SUCCESS) return found;
   if (to.range && to.range->read_only) return CUDA_ERROR_INVALID_VALUE;
   const uint64_t number = enqueue(stream, copy_work(to, from, bytes));
-  // "For transfers from device memory to pageable host memory, the function will return only once the
-  // copy has completed", and pageable sources are staged before it returns (section "API
-  // synchronization behavior").
+  // Copies to pageable memory return when they are done; pageable sources are read before the call
+  // returns (section "API synchronization behavior").
   const bool pageable = !to.range || !from.range;
   if (pageable && !wait) ++state().pageable_copies;
   return pageable || wait ? wait_for(stream, number) : CUDA_SUCCESS;
@@ -98,8 +97,7 @@ KVF_DOUBLE_EXPORT CUresult cuMemcpyDtoH_v2(void* dst, CUdeviceptr src, size_t by
   return copy(call, address(dst), src, bytes, CU_STREAM_LEGACY, true);
 }
 
-// "For transfers from device memory to device memory, no host-side synchronization is performed"
-// (section "API synchronization behavior").
+// The host does not wait for copies within the device (section "API synchronization behavior").
 KVF_DOUBLE_EXPORT CUresult cuMemcpyDtoD_v2(CUdeviceptr dst, CUdeviceptr src, size_t bytes) {
   KVF_CALL(Context);
   if (!device(dst) || !device(src)) return CUDA_ERROR_INVALID_VALUE;

@@ -93,8 +93,7 @@ KVF_DOUBLE_EXPORT CUresult cuDriverGetVersion(int* version) {
   return CUDA_SUCCESS;
 }
 
-// "If the error code is not recognized, CUDA_ERROR_INVALID_VALUE will be returned and *pStr will be
-// set to the NULL address" (cuGetErrorName, cuGetErrorString).
+// NULL and CUDA_ERROR_INVALID_VALUE for a number that is unknown (cuGetErrorName, cuGetErrorString).
 KVF_DOUBLE_EXPORT CUresult cuGetErrorName(CUresult error, const char** text) {
   if (text == nullptr) return CUDA_ERROR_INVALID_VALUE;
   const Text* found = text_of(error);
@@ -170,8 +169,8 @@ KVF_DOUBLE_EXPORT CUresult cuDeviceGetAttribute(int* value, int which, CUdevice 
   return CUDA_SUCCESS;
 }
 
-// "1 if contexts on dev are capable of directly accessing memory from contexts on peerDev and 0
-// otherwise" (cuDeviceCanAccessPeer); a device is not its own peer.
+// Whether kernels on the one device reach memory of the other (cuDeviceCanAccessPeer); a device is
+// not its own peer.
 KVF_DOUBLE_EXPORT CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
   KVF_CALL(Init);
   if (can == nullptr) return CUDA_ERROR_INVALID_VALUE;
@@ -180,8 +179,7 @@ KVF_DOUBLE_EXPORT CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUde
   return CUDA_SUCCESS;
 }
 
-// "Returns in **pfn the address of the CUDA driver function for the requested CUDA version ...; the
-// symbol is the base name, without _v2" (cuGetProcAddress). Status 0 found, 1 not found.
+// Asked by the name without _v2 (cuGetProcAddress). Status 0 found, 1 not found.
 KVF_DOUBLE_EXPORT CUresult cuGetProcAddress_v2(const char* symbol, void** function, int,
                                                uint64_t flags, int* status) {
   KVF_CALL(Nothing);

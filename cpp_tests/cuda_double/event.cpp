@@ -55,7 +55,7 @@ void wait_until(const std::function<bool()>& done, const Event& event) {
 
 extern "C" {
 
-// "CU_EVENT_INTERPROCESS ... must be specified along with CU_EVENT_DISABLE_TIMING" (CUevent_flags).
+// Events for other processes cannot have timing (CUevent_flags).
 KVF_DOUBLE_EXPORT CUresult cuEventCreate(CUevent* handle, unsigned int flags) {
   KVF_CALL(Context);
   const bool shared = (flags & CU_EVENT_INTERPROCESS) != 0;
@@ -79,10 +79,9 @@ KVF_DOUBLE_EXPORT CUresult cuEventCreate(CUevent* handle, unsigned int flags) {
   return CUDA_SUCCESS;
 }
 
-// "Captures in hEvent the contents of hStream at the time of this call. hEvent and hStream must be
-// from the same CUcontext otherwise CUDA_ERROR_INVALID_HANDLE is returned. ... cuEventRecord() can be
-// called multiple times on the same event and will overwrite the previously captured state"
-// (cuEventRecord). An opened event of another process belongs to the context that opened it.
+// Stands for all work in the stream so far, and replaces an earlier recording. Event and stream must
+// be of one context: CUDA_ERROR_INVALID_HANDLE (cuEventRecord). An opened event of another process
+// belongs to the context that opened it.
 KVF_DOUBLE_EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
   KVF_CALL(Context);
   std::shared_ptr<Event> event;
@@ -116,8 +115,7 @@ KVF_DOUBLE_EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream_handle)
   return CUDA_SUCCESS;
 }
 
-// "Returns CUDA_SUCCESS if all captured work has been completed, or CUDA_ERROR_NOT_READY if any
-// captured work is incomplete" and success when never recorded (cuEventQuery).
+// CUDA_ERROR_NOT_READY until that work is done; success when never recorded (cuEventQuery).
 KVF_DOUBLE_EXPORT CUresult cuEventQuery(CUevent handle) {
   KVF_CALL(Context);
   std::shared_ptr<Event> event;
@@ -136,9 +134,7 @@ KVF_DOUBLE_EXPORT CUresult cuEventSynchronize(CUevent handle) {
   return event->context->failed;
 }
 
-// "An event may be destroyed before it is complete ... the call does not block on completion of the
-// event, and any associated resources will automatically be released asynchronously at completion"
-// (cuEventDestroy).
+// Does not wait; who waits for the recording still gets it (cuEventDestroy).
 KVF_DOUBLE_EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
   KVF_CALL(FailedContext);
   std::shared_ptr<Event> event;
@@ -149,10 +145,8 @@ KVF_DOUBLE_EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
   return event->context->failed;
 }
 
-// "Makes all future work submitted to hStream wait for all work captured in hEvent. ... hEvent may be
-// from a different context or device than hStream. ... if cuEventRecord() has not been called on
-// hEvent, this call acts as if the record has already completed"; later recordings do not matter
-// (cuStreamWaitEvent).
+// Later work of the stream waits for the recording that is the latest now; contexts and devices may
+// differ, and an event never recorded is no wait (cuStreamWaitEvent).
 KVF_DOUBLE_EXPORT CUresult cuStreamWaitEvent(CUstream stream_handle, CUevent handle,
                                              unsigned int flags) {
   KVF_CALL(Context);

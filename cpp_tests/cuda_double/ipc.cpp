@@ -89,8 +89,7 @@ CUresult map_import(const Handle& handle, const std::shared_ptr<Context>& contex
   if (shared->magic != kAllocationMagic || shared->nonce != handle.nonce || shared->id != handle.id) {
     result = CUDA_ERROR_INVALID_VALUE;
   } else if (shared->device != context->device && (!peers || !state().peers)) {
-    // "For contexts on different devices cuIpcOpenMemHandle can attempt to enable peer access between
-    // the devices ... This behavior is controlled by the CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS flag"
+    // Another device's memory needs peer access, which this flag asks for (cuIpcOpenMemHandle).
     result = CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
   }
   if (result == CUDA_SUCCESS) {
@@ -124,10 +123,8 @@ CUresult map_import(const Handle& handle, const std::shared_ptr<Context>& contex
 
 extern "C" {
 
-// "Takes a pointer to the base of an existing device memory allocation created with cuMemAlloc and
-// exports it for use in another process. ... If a region of memory is freed with cuMemFree and a
-// subsequent call to cuMemAlloc returns memory with the same device address, cuIpcGetMemHandle will
-// return a unique handle for the new memory" (cuIpcGetMemHandle).
+// For memory of cuMemAlloc, by its first address. Memory that later gets the same address has another
+// handle (cuIpcGetMemHandle).
 KVF_DOUBLE_EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr pointer) {
   KVF_CALL(Context);
   const auto range = find_range(pointer);
@@ -141,12 +138,10 @@ KVF_DOUBLE_EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr
   return CUDA_SUCCESS;
 }
 
-// "If the memory handle has already been opened by the current context, the reference count on the
-// handle is incremented by 1 and the existing device pointer is returned. ... No guarantees are made
-// about the address returned" (cuIpcOpenMemHandle). The exporter itself cannot open its handle: the
-// guide calls these functions for "sharing between processes", and drivers answer 201.
-// What happens to a mapping when the exporter exits is not documented; the double keeps the memory
-// until the last process has let go of it, as drivers do.
+// Opened again it is counted and gives the same address; which one is not promised
+// (cuIpcOpenMemHandle). The exporter itself cannot open its handle: that is for other processes, and
+// drivers answer 201. What happens to a mapping when the exporter exits is not documented; the double
+// keeps the memory until the last process has let go of it, as drivers do.
 KVF_DOUBLE_EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* pointer, CUipcMemHandle raw,
                                                  unsigned int flags) {
   KVF_CALL(Context);
@@ -162,8 +157,7 @@ KVF_DOUBLE_EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* pointer, CUipcMemH
     std::lock_guard<std::mutex> lock(state().mutex);
     for (auto& [base, range] : state().ranges) {
       if (range->origin != origin) continue;
-      // "CUipcMemHandles from each CUdevice in a given process may only be opened by one CUcontext
-      // per CUdevice per other process"
+      // One context per device may open the handles of another process (cuIpcOpenMemHandle).
       if (range->context != call.context) return CUDA_ERROR_INVALID_VALUE;
       ++range->opened;
       *pointer = base;
@@ -183,9 +177,7 @@ KVF_DOUBLE_EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* pointer, CUipcMemH
   return CUDA_SUCCESS;
 }
 
-// "Decrements the reference count of the memory returned by cuIpcOpenMemHandle by 1. When the
-// reference count reaches 0, this API unmaps the memory. The original allocation in the exporting
-// process as well as imported mappings in other processes will be unaffected" (cuIpcCloseMemHandle).
+// Unmaps at the last close; the exporter and other importers are not touched (cuIpcCloseMemHandle).
 KVF_DOUBLE_EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
   KVF_CALL(FailedContext);
   std::shared_ptr<Range> range;
@@ -205,8 +197,7 @@ KVF_DOUBLE_EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
   return call.context->failed;
 }
 
-// "The event must have been created with the CU_EVENT_INTERPROCESS and CU_EVENT_DISABLE_TIMING flags
-// set" (cuIpcGetEventHandle).
+// Only of events made with CU_EVENT_INTERPROCESS (cuIpcGetEventHandle).
 KVF_DOUBLE_EXPORT CUresult cuIpcGetEventHandle(CUipcEventHandle* handle, CUevent event) {
   KVF_CALL(Context);
   std::lock_guard<std::mutex> lock(state().mutex);
@@ -219,8 +210,7 @@ KVF_DOUBLE_EXPORT CUresult cuIpcGetEventHandle(CUipcEventHandle* handle, CUevent
   return CUDA_SUCCESS;
 }
 
-// "This function returns a CUevent that behaves like a locally created event with the
-// CU_EVENT_DISABLE_TIMING flag specified. This event must be freed with cuEventDestroy"
+// Works like an event of this process, without timing, and is destroyed like one
 // (cuIpcOpenEventHandle).
 KVF_DOUBLE_EXPORT CUresult cuIpcOpenEventHandle(CUevent* out, CUipcEventHandle raw) {
   KVF_CALL(Context);

@@ -82,9 +82,9 @@ std::shared_ptr<Range> find_range(CUdeviceptr address) {
   return address - range->base < range->bytes ? range : nullptr;
 }
 
-// "CUDA_ERROR_INVALID_VALUE" for a copy that leaves its allocation or begins in freed memory. An address that the driver does
-// not know is the host's own: with unified addressing the kind of memory follows from the pointer
-// (section "Unified Addressing").
+// CUDA_ERROR_INVALID_VALUE for a copy that leaves its allocation or begins in freed memory. An
+// address that the driver does not know is the host's own: with unified addressing the kind of memory
+// follows from the pointer (section "Unified Addressing").
 CUresult find_place(CUdeviceptr address, size_t bytes, Place& place) {
   place.range = find_range(address);
   if (!place.range) {
@@ -108,7 +108,7 @@ namespace {
 
 CUresult allocate(const std::shared_ptr<Context>& context, CUdeviceptr* pointer, size_t bytes,
                   bool exportable) {
-  // "If bytesize is 0, cuMemAlloc() returns CUDA_ERROR_INVALID_VALUE" (cuMemAlloc).
+  // 0 bytes are an error (cuMemAlloc).
   if (pointer == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   auto range = std::make_shared<Range>();
   range->mapped = whole_pages(bytes);
@@ -130,7 +130,7 @@ CUresult allocate(const std::shared_ptr<Context>& context, CUdeviceptr* pointer,
   range->device = context->device;
   range->context = context;
   range->exportable = exportable;
-  // "The memory is not cleared" (cuMemAlloc).
+  // Fresh memory is not cleared (cuMemAlloc).
   if (bytes <= kGarbage) std::memset(range->host, 0xa5, range->mapped);
   std::lock_guard<std::mutex> lock(state().mutex);
   range->id = state().next_buffer++;
@@ -157,8 +157,7 @@ CUresult release(CUdeviceptr pointer) {
     state().ranges.erase(found);
     range->freed = true;
   }
-  // "Calling cuMemFree on an exported memory region before calling cuIpcCloseMemHandle in the
-  // importing context will result in undefined behavior" (cuIpcOpenMemHandle). Here it leaves the
+  // Freeing what another process has open is undefined (cuIpcOpenMemHandle). Here it leaves the
   // importer with garbage.
   if (imported_elsewhere(*range->shared)) {
     violation("cuMemFree of memory that another process has open");
@@ -255,8 +254,7 @@ KVF_DOUBLE_EXPORT CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
   return CUDA_SUCCESS;
 }
 
-// "Returns the base address and size of the allocation by cuMemAlloc() ... that contains the input
-// pointer dptr. If a pointer lies outside, CUDA_ERROR_NOT_FOUND" (cuMemGetAddressRange).
+// The allocation around an address, CUDA_ERROR_NOT_FOUND outside of all (cuMemGetAddressRange).
 KVF_DOUBLE_EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* bytes,
                                                    CUdeviceptr pointer) {
   KVF_CALL(Context);
@@ -284,9 +282,8 @@ KVF_DOUBLE_EXPORT CUresult cuMemFreeHost(void* pointer) {
   return freed != CUDA_SUCCESS ? freed : call.context->failed.load();
 }
 
-// "It is an error to register a memory range that is already registered:
-// CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED" (cuMemHostRegister). Memory that is not mapped cannot
-// be pinned.
+// Memory is pinned once: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (cuMemHostRegister). Memory that
+// is not mapped cannot be pinned.
 KVF_DOUBLE_EXPORT CUresult cuMemHostRegister_v2(void* pointer, size_t bytes, unsigned int flags) {
   KVF_CALL(Context);
   if (pointer == nullptr || bytes == 0 || (flags & ~15u) != 0) return CUDA_ERROR_INVALID_VALUE;
@@ -308,7 +305,7 @@ KVF_DOUBLE_EXPORT CUresult cuMemHostRegister_v2(void* pointer, size_t bytes, uns
   return pin(range) ? CUDA_SUCCESS : CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
 }
 
-// "The base address must be the same one specified to cuMemHostRegister()" (cuMemHostUnregister).
+// By the address that was registered (cuMemHostUnregister).
 KVF_DOUBLE_EXPORT CUresult cuMemHostUnregister(void* pointer) {
   KVF_CALL(FailedContext);
   const CUresult freed = unpin(pointer, Range::Kind::HostRegistered, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);

@@ -31,8 +31,8 @@ CUresult run_grid(const Kernel& kernel, Dim3 grid, Dim3 block, const std::vector
   const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   running = &state;
-  // "thread blocks are required to execute independently: in any order" (guide, "Thread Hierarchy"):
-  // the last first, so that no kernel relies on the usual order.
+  // Blocks must not depend on an order (guide, "Thread Hierarchy"): the last first, so that no kernel
+  // relies on the usual one.
   for (uint64_t b = blocks; b-- > 0 && !state.failed;) {
     at.block_index[0] = static_cast<uint32_t>(b % grid.x);
     at.block_index[1] = static_cast<uint32_t>(b / grid.x % grid.y);
@@ -69,9 +69,8 @@ int newest_ptx(int driver) {
 
 extern "C" {
 
-// "Takes a pointer image and loads the corresponding module into the current context. image may be a
-// cubin or fatbin ..., or a NULL-terminated PTX text" (cuModuleLoadData). The double reads PTX only,
-// and of it the version and the names of its entries.
+// Takes a cubin, a fatbin or PTX text (cuModuleLoadData). The double reads PTX only, and of it the
+// version and the names of its entries.
 KVF_DOUBLE_EXPORT CUresult cuModuleLoadData(CUmodule* handle, const void* image) {
   KVF_CALL(Context);
   if (handle == nullptr || image == nullptr) return CUDA_ERROR_INVALID_VALUE;
@@ -103,8 +102,8 @@ KVF_DOUBLE_EXPORT CUresult cuModuleUnload(CUmodule handle) {
   return call.context->failed;
 }
 
-// "If no function of that name exists, cuModuleGetFunction() returns CUDA_ERROR_NOT_FOUND". So does a
-// name that the PTX has but no host build here.
+// CUDA_ERROR_NOT_FOUND for an unknown name (cuModuleGetFunction); here also for one that the PTX has,
+// but no host build.
 KVF_DOUBLE_EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule handle,
                                                const char* name) {
   KVF_CALL(Context);
@@ -133,10 +132,8 @@ KVF_DOUBLE_EXPORT CUresult cuFuncSetAttribute(CUfunction function, int, int) {
   return state().functions.count(function) != 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-// The arguments are read during this call: "kernelParams needs to be an array of N pointers" and "the
-// number of kernel parameters and their offsets and sizes do not need to be specified as that
-// information is retrieved directly from the kernel's image" (cuLaunchKernel). The stream must be one
-// of the current context (guide, "Stream and Event Behavior").
+// The arguments are read during this call, their sizes are the kernel's own (cuLaunchKernel). The
+// stream must be one of the current context (guide, "Stream and Event Behavior").
 KVF_DOUBLE_EXPORT CUresult cuLaunchKernel(CUfunction handle, unsigned int grid_x, unsigned int grid_y,
                                           unsigned int grid_z, unsigned int block_x,
                                           unsigned int block_y, unsigned int block_z, unsigned int,

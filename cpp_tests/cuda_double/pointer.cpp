@@ -19,11 +19,11 @@ bool attribute(void* data, int which, CUdeviceptr pointer, const Range& range) {
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
       return put(device ? unsigned{CU_MEMORYTYPE_DEVICE} : unsigned{CU_MEMORYTYPE_HOST});
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: return put(pointer);
-    // "the address at which the host may access the pointer": none of device memory.
+    // Device memory has none.
     case CU_POINTER_ATTRIBUTE_HOST_POINTER:
       return !device && put(reinterpret_cast<void*>(pointer));
     case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS: return put(0u);
-    // "a process-wide unique id ... unlike pointers, never reused"
+    // Unlike addresses never used again.
     case CU_POINTER_ATTRIBUTE_BUFFER_ID: return put(static_cast<unsigned long long>(range.id));
     case CU_POINTER_ATTRIBUTE_IS_MANAGED: return put(0u);
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: return put(range.device);
@@ -52,8 +52,8 @@ size_t size_of(int which) {
 
 extern "C" {
 
-// "CUDA_ERROR_INVALID_VALUE if pointer was not allocated by, mapped by or registered with a CUcontext
-// which supports unified addressing" (cuPointerGetAttribute). Needs no current context.
+// CUDA_ERROR_INVALID_VALUE for memory that the driver does not know (cuPointerGetAttribute). Needs no
+// current context.
 KVF_DOUBLE_EXPORT CUresult cuPointerGetAttribute(void* data, int which, CUdeviceptr pointer) {
   KVF_CALL(Init);
   const auto range = find_range(pointer);
@@ -63,9 +63,8 @@ KVF_DOUBLE_EXPORT CUresult cuPointerGetAttribute(void* data, int which, CUdevice
   return CUDA_SUCCESS;
 }
 
-// "Unlike cuPointerGetAttribute, this function will not return an error when the ptr encountered is
-// not a valid CUDA pointer. Instead, the attributes are assigned default NULL values and CUDA_SUCCESS
-// is returned"; of an unknown pointer the device ordinal is -2 (cuPointerGetAttributes).
+// Unknown memory is no error here: everything is 0, the device ordinal -2
+// (cuPointerGetAttributes).
 KVF_DOUBLE_EXPORT CUresult cuPointerGetAttributes(unsigned int count, int* which, void** data,
                                                   CUdeviceptr pointer) {
   KVF_CALL(Init);

@@ -157,8 +157,8 @@ State& state();
 // Notes a use that the driver calls undefined. Takes State::mutex.
 void violation(const std::string& text);
 
-// Fails a context for good: "the process must be terminated and relaunched" (CUresult,
-// CUDA_ERROR_ILLEGAL_ADDRESS and its like).
+// Fails a context for good: nothing but a new process helps (CUresult, CUDA_ERROR_ILLEGAL_ADDRESS and
+// its like).
 void fail(Context& context, CUresult error);
 
 // ---- streams (stream.cpp) --------------------------------------------------------------------

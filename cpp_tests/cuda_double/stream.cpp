@@ -8,6 +8,9 @@ using namespace cuda_double;
 namespace cuda_double {
 namespace {
 
+// A thread without work ends, so that tests can count threads; the next work starts another.
+constexpr auto kIdle = std::chrono::milliseconds(20);
+
 // One piece of work, outside every lock. A failed context executes nothing more.
 void execute(Stream& stream, Work& work) {
   Context& context = *stream.context;
@@ -23,10 +26,10 @@ void run(const std::shared_ptr<Stream>& stream) {
   State& all = state();
   std::unique_lock<std::mutex> lock(all.progress);
   for (;;) {
-    all.progressed.wait(lock, [&] {
-      return (!stream->queue.empty() && !stream->held) || (stream->queue.empty() && stream->closing);
-    });
+    const auto has_work = [&] { return !stream->queue.empty() && !stream->held; };
+    all.progressed.wait_for(lock, kIdle, [&] { return has_work() || (stream->queue.empty() && stream->closing); });
     if (stream->queue.empty()) break;
+    if (!has_work()) continue;  // held
     Work work = std::move(stream->queue.front());
     stream->queue.pop_front();
     for (const auto& [other, number] : work.after) {
@@ -88,9 +91,8 @@ CUresult find_stream(CUstream handle, const std::shared_ptr<Context>& current,
     }
     stream = current->legacy;
   } else if (handle == CU_STREAM_PER_THREAD) {
-    // "The per-thread default stream is an implicit stream local to both the thread and the calling
-    // context ... is not a non-blocking stream and will synchronize with the legacy default stream"
-    // (section "Stream synchronization behavior").
+    // One for each thread and context, and a blocking stream (section "Stream synchronization
+    // behavior").
     std::unique_lock<std::mutex> lock(state().mutex);
     const auto id = std::this_thread::get_id();
     if (current->per_thread.count(id) == 0) {
@@ -124,11 +126,8 @@ uint64_t enqueue(const std::shared_ptr<Stream>& stream, Work work) {
       }
     }
   }
-  // "The legacy default stream is an implicit stream which synchronizes with all other streams in the
-  // same CUcontext except for non-blocking streams ... when an action is taken in the legacy stream
-  // ..., the legacy stream first waits on all blocking streams, the action is queued in the legacy
-  // stream, and then all blocking streams wait on the legacy stream" (section "Stream
-  // synchronization behavior").
+  // The legacy default stream waits for all blocking streams of its context, and they wait for it;
+  // non-blocking ones do neither (section "Stream synchronization behavior").
   if (legacy && legacy != stream && stream->blocking) others.push_back(legacy);
   std::lock_guard<std::mutex> lock(state().progress);
   for (auto& other : others) {
@@ -186,8 +185,7 @@ CUresult create(const std::shared_ptr<Context>& context, CUstream* stream, unsig
 }
 
 bool holds(uint32_t now, uint32_t value, unsigned int flags) {
-  // "GEQ: wait until (int32_t)(*addr - value) >= 0 ..., EQ: *addr == value, AND: (*addr & value) != 0,
-  // NOR: ~(*addr | value) != 0" (CUstreamWaitValue_flags).
+  // CUstreamWaitValue_flags.
   switch (flags & ~static_cast<unsigned>(CU_STREAM_WAIT_VALUE_FLUSH)) {
     case CU_STREAM_WAIT_VALUE_GEQ: return static_cast<int32_t>(now - value) >= 0;
     case CU_STREAM_WAIT_VALUE_EQ: return now == value;
@@ -215,8 +213,7 @@ CUresult wait_value(const Place& place, const Context& context, uint32_t value, 
   }
 }
 
-// "addr ... must be device memory or page-locked host memory" and, by the alignment of a 32-bit
-// word, a multiple of 4 (cuStreamWaitValue32).
+// A word of device memory or of pinned host memory (cuStreamWaitValue32).
 CUresult find_word(CUdeviceptr address, Place& place) {
   if (address % 4 != 0 || address == 0) return CUDA_ERROR_INVALID_VALUE;
   const CUresult found = find_place(address, 4, place);
@@ -239,9 +236,7 @@ KVF_DOUBLE_EXPORT CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned
   return create(call.context, stream, flags);
 }
 
-// "In case the device is still doing work in the stream when cuStreamDestroy() is called, the function
-// will return immediately and the resources associated with it will be released automatically once
-// the device has completed all work in hStream" (cuStreamDestroy).
+// Returns at once; work that is still there is done all the same (cuStreamDestroy).
 KVF_DOUBLE_EXPORT CUresult cuStreamDestroy_v2(CUstream handle) {
   KVF_CALL(FailedContext);
   std::shared_ptr<Stream> stream;
@@ -271,8 +266,8 @@ KVF_DOUBLE_EXPORT CUresult cuStreamSynchronize(CUstream handle) {
   return wait_for(stream, number);
 }
 
-// "CUDA_SUCCESS if all operations in the stream have completed, CUDA_ERROR_NOT_READY if not"
-// (cuStreamQuery); for the legacy stream that includes what it would wait for.
+// CUDA_ERROR_NOT_READY until all work is done (cuStreamQuery); for the legacy stream that includes
+// what it would wait for.
 KVF_DOUBLE_EXPORT CUresult cuStreamQuery(CUstream handle) {
   KVF_CALL(Context);
   std::shared_ptr<Stream> stream;
@@ -296,10 +291,8 @@ KVF_DOUBLE_EXPORT CUresult cuStreamQuery(CUstream handle) {
   return stream->context->failed;
 }
 
-// "If hStream refers to a stream created via cuStreamCreate the returned context is the context that
-// was active in the calling thread when the stream was created. If any of the special handles are
-// specified, the API will operate on the context current to the calling thread. If no context is
-// current to the calling thread, the call returns CUDA_ERROR_INVALID_CONTEXT" (cuStreamGetCtx).
+// The context that the stream was made in; of a default stream the current one, and without it
+// CUDA_ERROR_INVALID_CONTEXT (cuStreamGetCtx).
 KVF_DOUBLE_EXPORT CUresult cuStreamGetCtx(CUstream handle, CUcontext* context) {
   KVF_CALL(Init);
   if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
@@ -317,10 +310,9 @@ KVF_DOUBLE_EXPORT CUresult cuStreamGetCtx(CUstream handle, CUcontext* context) {
   return CUDA_SUCCESS;
 }
 
-// "Calls to query or synchronize a stream that is being captured are not permitted" (guide, "Prohibited
-// and Unhandled Operations"): CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED. "If the stream is the legacy
-// stream and another stream of the context is being captured: CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"
-// (cuStreamIsCapturing).
+// A captured stream can be neither queried nor waited for (guide, "Prohibited and Unhandled
+// Operations"). The legacy stream cannot be asked while a blocking one is captured:
+// CUDA_ERROR_STREAM_CAPTURE_IMPLICIT (cuStreamIsCapturing).
 KVF_DOUBLE_EXPORT CUresult cuStreamIsCapturing(CUstream handle, int* status) {
   KVF_CALL(Context);
   std::shared_ptr<Stream> stream;
@@ -403,9 +395,7 @@ KVF_DOUBLE_EXPORT CUresult cuStreamWriteValue32_v2(CUstream handle, CUdeviceptr 
   return CUDA_SUCCESS;
 }
 
-// "The function will be called after currently enqueued work and will block work added after it ...
-// in contrast to cuStreamAddCallback, the function will not be called in the event of an error in the
-// CUDA context" (cuLaunchHostFunc).
+// Called in the stream's order, and never in a context that has failed (cuLaunchHostFunc).
 KVF_DOUBLE_EXPORT CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* user_data) {
   KVF_CALL(Context);
   if (function == nullptr) return CUDA_ERROR_INVALID_VALUE;

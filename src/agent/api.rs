@@ -57,7 +57,8 @@ pub struct AgentConfig {
     pub timeouts: Timeouts,
     /// Publications that may live at once; 0 = 65536.
     pub max_publications: u32,
-    /// How long a thread looks at a data socket before it sleeps; zero = sleep at once.
+    /// How long a thread looks at a data socket before it sleeps; zero = sleep at once. A thread
+    /// that begins a small transfer looks too, much shorter.
     pub spin: Duration,
     /// Both sides of every connection must know it; `None` = no key, unless
     /// `KVFERRY_AUTH_KEY_FILE` names one.

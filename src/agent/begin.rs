@@ -324,12 +324,19 @@ fn run_small(
         }
         ready.push((path, job.clone(), &new.parts, new.pair.src));
     }
+    // An answer that is still on its way is waited for by a worker, as part of the whole import.
+    if ready.len() > 1 && ready.iter().any(|(path, ..)| path.has_to_ask()) {
+        return false;
+    }
     let mut end = End::ok();
     for (path, job, parts, src) in ready {
         cell.submit(parts, path.name());
         let (times, peer) = (&*cell.times, &peer.routes[src].name);
         let queued = times.copying();
-        end = run_inline(&*path, &job, times, peer);
+        match run_inline(&*path, &job, times, peer) {
+            Some(ended) => end = ended,
+            None => return false,
+        }
         shared.count_read(peer, &*path, &job, times, queued, &end);
         if !end.is_ok() {
             break;

@@ -583,11 +583,20 @@ impl Run {
     }
 }
 
-/// Runs a whole job on the calling thread.
-pub(super) fn run_inline(path: &dyn DataPath, job: &ReadJob, times: &Times, peer: &str) -> End {
-    let failed = path.run(job).err();
+/// Runs a whole job on the calling thread; `None`: it has to go on on a worker.
+pub(super) fn run_inline(
+    path: &dyn DataPath,
+    job: &ReadJob,
+    times: &Times,
+    peer: &str,
+) -> Option<End> {
+    let failed = match path.run_at_once(job) {
+        Ok(true) => None,
+        Ok(false) => return None,
+        Err(e) => Some(e),
+    };
     times.copied();
-    finish(path, job, failed, peer)
+    Some(finish(path, job, failed, peer))
 }
 
 /// After the last byte: did the lease hold?

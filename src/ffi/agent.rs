@@ -61,7 +61,9 @@ pub struct kvf_agent_config {
     pub log: kvf_log_fn,
     /// First argument of `log`.
     pub log_arg: *mut c_void,
-    /// How long a thread looks at a data socket before it sleeps, in ns; 0 = it sleeps at once.
+    /// How long a thread looks at a data socket before it sleeps, in ns; 0 = it sleeps at once. With
+    /// it a call that begins a transfer of at most 32 KiB through a socket looks for the answer
+    /// itself, for at most 0.2 ms.
     pub spin_ns: u64,
     /// Pre-shared key: `auth_key_bytes` random bytes (16 to 4096), the same for all agents that may
     /// talk to each other. Copied, and overwritten when the agent ends. NULL = the content of the

@@ -4,6 +4,8 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
+use super::workers::{STALL_AFTER, can_stall, stalled};
+
 /// Readable from [`Bell::ring`] until [`Bell::clear`].
 #[derive(Debug)]
 pub struct Bell(OwnedFd);
@@ -44,33 +46,40 @@ impl AsFd for Bell {
     }
 }
 
-/// Waits until one of two descriptors is readable, at most `limit` (`None`: without limit); whether
-/// one is.
+/// Waits until one of two descriptors is readable, at most `limit` (`None`: without limit). A worker
+/// that waits long lets another one take its place.
 ///
 /// # Errors
 /// The kernel cannot watch them.
-pub fn wait_readable(
-    fds: [Option<BorrowedFd<'_>>; 2],
-    limit: Option<Duration>,
-) -> io::Result<bool> {
-    let timeout = match limit {
-        Some(limit) => i32::try_from(limit.as_millis() + 1).unwrap_or(i32::MAX),
-        None => -1,
-    };
+pub fn wait_readable(fds: [Option<BorrowedFd<'_>>; 2], limit: Option<Duration>) -> io::Result<()> {
     let mut polled = fds.map(|fd| libc::pollfd {
         fd: fd.map_or(-1, |fd| fd.as_raw_fd()),
         events: libc::POLLIN,
         revents: 0,
     });
-    // SAFETY: two pollfds that live here; a negative descriptor is ignored.
-    let n = unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) };
-    if n < 0 {
-        let err = io::Error::last_os_error();
-        if err.kind() != io::ErrorKind::Interrupted {
-            return Err(err);
+    let mut poll = |limit: Option<Duration>| {
+        let timeout = match limit {
+            Some(limit) => i32::try_from(limit.as_millis() + 1).unwrap_or(i32::MAX),
+            None => -1,
+        };
+        // SAFETY: two pollfds that live here; a negative descriptor is ignored.
+        match unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) } {
+            n if n < 0 => match io::Error::last_os_error() {
+                e if e.kind() == io::ErrorKind::Interrupted => Ok(true),
+                e => Err(e),
+            },
+            n => Ok(n > 0),
         }
+    };
+    if !can_stall() {
+        return poll(limit).map(|_| ());
     }
-    Ok(n > 0)
+    let soon = limit.map_or(STALL_AFTER, |limit| limit.min(STALL_AFTER));
+    let rest = limit.map(|limit| limit - soon);
+    if poll(Some(soon))? || rest.is_some_and(|rest| rest.is_zero()) {
+        return Ok(());
+    }
+    stalled(|| poll(rest)).map(|_| ())
 }
 
 #[cfg(test)]

@@ -14,4 +14,4 @@ pub use events::EventQueue;
 pub use readable::readable;
 pub use thread::{Thread, check_affinity, spawn};
 pub use wake::Wake;
-pub use workers::{Workers, stalled};
+pub use workers::{STALL_AFTER, Workers, can_stall, stalled};

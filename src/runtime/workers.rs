@@ -7,10 +7,13 @@ use std::cell::RefCell;
 use std::collections::BinaryHeap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::thread::{Thread, spawn};
 use crate::error::Result;
+
+/// After a wait of this long the other side is taken for stalled.
+pub const STALL_AFTER: Duration = Duration::from_millis(20);
 
 /// Most threads that take the places of stalled ones.
 const MAX_SPARE: usize = 64;
@@ -48,6 +51,11 @@ struct Queue {
 thread_local! {
     /// The pool of a worker thread.
     static POOL: RefCell<Weak<Shared>> = const { RefCell::new(Weak::new()) };
+}
+
+/// Whether this is a worker's thread, for which [`stalled`] does something.
+pub fn can_stall() -> bool {
+    POOL.with_borrow(|pool| pool.strong_count() > 0)
 }
 
 /// Runs what may wait long for somebody else. On a worker's thread another thread may take its
@@ -261,7 +269,6 @@ impl std::fmt::Debug for Workers {
 mod tests {
     use super::*;
     use std::sync::mpsc::channel;
-    use std::time::Duration;
 
     fn soon() -> Instant {
         Instant::now() + Duration::from_secs(20)

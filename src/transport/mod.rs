@@ -11,6 +11,7 @@ mod span;
 pub mod tcp;
 pub mod ucx;
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -57,6 +58,8 @@ pub struct ReadJob {
     unquiet: AtomicBool,
     /// The deviation `cuda_attest_early` of test builds.
     attested_early: AtomicBool,
+    /// See [`Self::park`].
+    parked: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
 impl ReadJob {
@@ -81,7 +84,26 @@ impl ReadJob {
             lease_lost: AtomicBool::new(false),
             unquiet: AtomicBool::new(false),
             attested_early: AtomicBool::new(false),
+            parked: Mutex::default(),
         }
+    }
+
+    /// Keeps what a path has begun with the job, for the thread that goes on with it; dropped with
+    /// the job if none does.
+    pub fn park(&self, begun: Box<dyn Any + Send>) {
+        *self.parked.lock().unwrap_or_else(PoisonError::into_inner) = Some(begun);
+    }
+
+    /// What [`Self::park`] was given last.
+    pub fn unpark(&self) -> Option<Box<dyn Any + Send>> {
+        let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
+        parked.take()
+    }
+
+    /// Starts over. Only while no thread works on the job.
+    pub fn rewind(&self) {
+        *self.position.lock().unwrap_or_else(PoisonError::into_inner) = Position::default();
+        self.moved.store(0, Ordering::Relaxed);
     }
 
     /// Bytes that the whole job moves.
@@ -274,8 +296,24 @@ pub trait DataPath: Send + Sync {
         false
     }
 
-    /// Jobs up to this many bytes may be run by the thread that begins them.
+    /// Jobs up to this many bytes may be run by the thread that begins them, by
+    /// [`Self::run_at_once`].
     fn inline_bytes(&self) -> u64;
+
+    /// As [`Self::run`], on the thread that begins a small job and that must not wait for the
+    /// peer. False: the peer's answer is on its way, and [`Self::run`] goes on with it; no memory
+    /// was touched.
+    ///
+    /// # Errors
+    /// As for [`Self::run`].
+    fn run_at_once(&self, job: &ReadJob) -> Result<bool> {
+        self.run(job).map(|()| true)
+    }
+
+    /// Whether [`Self::run_at_once`] may give false.
+    fn has_to_ask(&self) -> bool {
+        false
+    }
 
     /// False: no transfer can succeed through it any more; the agent asks the peer for its memory
     /// again and makes a new path.

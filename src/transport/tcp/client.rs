@@ -15,9 +15,16 @@ use crate::error::{Error, Result, Status};
 use crate::plan::Pattern;
 use crate::transport::device::flow::Flow;
 use crate::transport::device::socket::Landing;
-use crate::transport::span::{Runs, check};
+use crate::transport::span::{Runs, check, unknown_pool};
 use crate::transport::{DataPath, ReadJob};
 use crate::wire::{self, Body, DataClose, DataRead, Frame};
+
+/// Jobs up to this size are asked for by the thread that begins them.
+const INLINE_BYTES: u64 = 32 << 10;
+/// Longest time that such a thread looks for the answer, if it may look at all (`spin`).
+const LOOK: Duration = Duration::from_micros(200);
+/// Longest wait for the rest of a small answer that has begun to come.
+const REST: Duration = Duration::from_millis(2);
 
 /// Opens one more connection to the source: connected, and its [`wire::DataHello`] sent.
 pub type Connect = Box<dyn Fn() -> Result<Stream> + Send + Sync>;
@@ -90,80 +97,92 @@ impl TcpPath {
         }
     }
 
-    /// One worker's part of a job, on one connection.
-    fn read(&self, stream: &Stream, job: &ReadJob) -> Result<()> {
-        let mut flow = Flow::new(&self.devices, job);
-        let outcome = self.read_with(stream, job, &mut flow);
-        flow.finish(outcome)
-    }
-
-    fn read_with<'a>(
-        &'a self,
-        stream: &Stream,
-        job: &'a ReadJob,
-        flow: &mut Flow<'a>,
-    ) -> Result<()> {
-        let wake = job.wake()?;
-        let patience = Patience {
-            spin: self.spin,
-            wake: Some(wake.as_fd()),
-            stall: None, // the import's deadline sets `wake`
+    /// Begins one worker's part of a job: names it and asks for its first pieces. Nothing has come
+    /// when this returns.
+    fn ask_first(&self, job: &ReadJob, stream: Stream, patience: Patience<'_>) -> Result<Asked> {
+        let mut asked = Asked {
+            stream,
+            number: self.next_job.fetch_add(1, Ordering::Relaxed),
+            batches: VecDeque::new(),
+            spare: Vec::new(),
+            all: false,
         };
-        let failed = |what: &str, e: &io::Error| {
-            Error::os(
-                Status::KVF_ERR_TRANSFER,
-                format!(
-                    "{} {what} after {} of {} bytes",
-                    self.name,
-                    job.moved(),
-                    job.bytes()
-                ),
-                e,
-            )
-        };
-        let number = self.next_job.fetch_add(1, Ordering::Relaxed);
         let mut request = job.request().clone();
-        request.job = number;
+        request.job = asked.number;
         let mut out = Vec::new();
         encode(Body::DataOpen(request), &mut out)?;
-        let mut asked: VecDeque<Vec<Pattern>> = VecDeque::new();
-        let (mut spare, mut ranges) = (Vec::new(), Ranges::default());
-        loop {
-            while asked.len() < PIPELINE {
-                let mut batch: Vec<Pattern> = spare.pop().unwrap_or_default();
-                batch.clear();
-                let Some((binding, cursor)) = job.next_at(BATCH_BYTES, &mut batch) else {
-                    break;
-                };
-                let (piece, segment, taken) = cursor.to_parts();
-                let read = DataRead {
-                    job: number,
-                    binding: binding as u32,
-                    piece,
-                    segment,
-                    taken,
-                    max_bytes: BATCH_BYTES,
-                };
-                encode(Body::DataRead(read), &mut out)?;
-                asked.push_back(batch);
-            }
-            let Some(batch) = asked.pop_front() else {
+        self.ask_more(job, &mut asked, out, patience)?;
+        Ok(asked)
+    }
+
+    /// Asks for as many pieces as may be on their way; with the last one says that it is the last.
+    fn ask_more(
+        &self,
+        job: &ReadJob,
+        asked: &mut Asked,
+        mut out: Vec<u8>,
+        patience: Patience<'_>,
+    ) -> Result<()> {
+        let number = asked.number;
+        while asked.batches.len() < PIPELINE && !asked.all {
+            let mut batch: Vec<Pattern> = asked.spare.pop().unwrap_or_default();
+            batch.clear();
+            let Some((binding, cursor)) = job.next_at(BATCH_BYTES, &mut batch) else {
+                asked.all = true;
                 encode(Body::DataClose(DataClose { job: number }), &mut out)?;
-                return stream.send(&out, patience).map_err(|e| failed("close", &e));
+                break;
             };
-            if !out.is_empty() {
-                stream
-                    .send(&out, patience)
-                    .map_err(|e| failed("request", &e))?;
-                out.clear();
-            }
-            self.receive(stream, job, &batch, &mut ranges, flow, patience)
+            let (piece, segment, taken) = cursor.to_parts();
+            let read = DataRead {
+                job: number,
+                binding: binding as u32,
+                piece,
+                segment,
+                taken,
+                max_bytes: BATCH_BYTES,
+            };
+            encode(Body::DataRead(read), &mut out)?;
+            asked.batches.push_back(batch);
+        }
+        if out.is_empty() {
+            return Ok(());
+        }
+        let sent = asked.stream.send(&out, patience);
+        sent.map_err(|e| self.failed(job, "request", &e))
+    }
+
+    /// Receives everything that was asked for, and asks for more until there is no more.
+    fn receive_all(
+        &self,
+        job: &ReadJob,
+        asked: &mut Asked,
+        flow: &mut Flow<'_>,
+        patience: Patience<'_>,
+    ) -> Result<()> {
+        let mut ranges = Ranges::default();
+        while let Some(batch) = asked.batches.pop_front() {
+            self.receive(&asked.stream, job, &batch, &mut ranges, flow, patience)
                 .map_err(|e| match e {
-                    Fault::Io(e) => failed("read", &e),
+                    Fault::Io(e) => self.failed(job, "read", &e),
                     Fault::Told(e) => e,
                 })?;
-            spare.push(batch);
+            asked.spare.push(batch);
+            self.ask_more(job, asked, Vec::new(), patience)?;
         }
+        Ok(())
+    }
+
+    fn failed(&self, job: &ReadJob, what: &str, e: &io::Error) -> Error {
+        Error::os(
+            Status::KVF_ERR_TRANSFER,
+            format!(
+                "{} {what} after {} of {} bytes",
+                self.name,
+                job.moved(),
+                job.bytes()
+            ),
+            e,
+        )
     }
 
     fn receive(
@@ -178,15 +197,21 @@ impl TcpPath {
         ranges.clear();
         let (mut bytes, mut on_host) = (0, 0);
         let mut landing = Landing::default();
+        // Neighbouring patterns mostly use the same two pools.
+        let mut known = None;
         for pattern in batch {
-            let Some(pool) = job.pool(pattern.dst_pool) else {
-                return Err(Fault::Told(crate::err!(
-                    KVF_ERR_TRANSFER,
-                    "this side has no pool {}",
-                    pattern.dst_pool
-                )));
+            let ids = (pattern.src_pool, pattern.dst_pool);
+            let (src_bytes, pool) = match known {
+                Some((last, src_bytes, pool)) if last == ids => (src_bytes, pool),
+                _ => {
+                    let Some(pool) = job.pool(pattern.dst_pool) else {
+                        return Err(Fault::Told(unknown_pool("this side", pattern.dst_pool)));
+                    };
+                    let src_bytes = self.pools.get(&pattern.src_pool).copied().unwrap_or(0);
+                    known = Some((ids, src_bytes, pool));
+                    (src_bytes, pool)
+                }
             };
-            let src_bytes = self.pools.get(&pattern.src_pool).copied().unwrap_or(0);
             let moved = check(pattern, src_bytes, pool.bytes()).map_err(Fault::Told)?;
             if moved > 0 && pool.is_device() {
                 let at = landing.place(flow, pattern, pool, moved);
@@ -247,6 +272,17 @@ impl TcpPath {
     }
 }
 
+/// What one connection was asked for and has not brought yet.
+struct Asked {
+    stream: Stream,
+    /// The job's number on the connection.
+    number: u64,
+    batches: VecDeque<Vec<Pattern>>,
+    spare: Vec<Vec<Pattern>>,
+    /// There is nothing more to ask for, and the source was told.
+    all: bool,
+}
+
 enum Fault {
     Io(io::Error),
     Told(Error),
@@ -266,21 +302,83 @@ impl DataPath for TcpPath {
     }
 
     fn run(&self, job: &ReadJob) -> Result<()> {
-        let stream = match self.take_idle() {
-            Some(stream) => stream,
-            None => (self.connect)()?,
+        let wake = job.wake()?;
+        let patience = Patience {
+            spin: self.spin,
+            wake: Some(wake.as_fd()),
+            stall: None, // the import's deadline sets `wake`
         };
-        let outcome = self.read(&stream, job);
+        let begun = job.unpark().and_then(|begun| begun.downcast().ok());
+        let asked = match begun {
+            Some(asked) => Ok(*asked),
+            None => {
+                let stream = match self.take_idle() {
+                    Some(stream) => stream,
+                    None => (self.connect)()?,
+                };
+                self.ask_first(job, stream, patience)
+            }
+        };
+        let outcome = asked.and_then(|mut asked: Asked| {
+            let mut flow = Flow::new(&self.devices, job);
+            let received = self.receive_all(job, &mut asked, &mut flow, patience);
+            flow.finish(received)?;
+            Ok(asked.stream)
+        });
         match outcome {
-            Ok(()) if !job.is_cancelled() => {
+            Ok(stream) if !job.is_cancelled() => {
                 self.put_back(stream);
                 Ok(())
             }
             // What is in flight on the connection is of no use any more: it is closed.
-            Ok(()) => Ok(()),
+            Ok(_) => Ok(()),
             Err(_) if job.is_cancelled() => Ok(()),
             Err(e) => Err(e),
         }
+    }
+
+    /// Asks at once, and takes the answer if it comes while the thread looks. Otherwise a worker
+    /// finds it, for which the request was on its way all the time.
+    fn run_at_once(&self, job: &ReadJob) -> Result<bool> {
+        let Some(stream) = self.take_idle() else {
+            return Ok(false);
+        };
+        let look = |spin: Duration, stall: Duration| Patience {
+            spin,
+            wake: None,
+            stall: Some(stall),
+        };
+        // Anything odd: the connection is given up, and a worker starts over with another one.
+        let Ok(mut asked) = self.ask_first(job, stream, look(Duration::ZERO, Duration::ZERO))
+        else {
+            job.rewind();
+            return Ok(false);
+        };
+        let spin = self.spin.min(LOOK);
+        let host_only = asked.batches.iter().flatten().all(|pattern| {
+            let pool = job.pool(pattern.dst_pool);
+            pool.is_some_and(|pool| !pool.is_device())
+        });
+        if !host_only || spin.is_zero() || !asked.stream.comes_within(spin) {
+            job.park(Box::new(asked));
+            return Ok(false);
+        }
+        let mut flow = Flow::new(&self.devices, job);
+        let received = self.receive_all(job, &mut asked, &mut flow, look(spin, REST));
+        match flow.finish(received) {
+            Ok(()) => {
+                self.put_back(asked.stream);
+                Ok(true)
+            }
+            Err(_) => {
+                job.rewind();
+                Ok(false)
+            }
+        }
+    }
+
+    fn has_to_ask(&self) -> bool {
+        true
     }
 
     fn attest(&self, job: &ReadJob) -> Result<bool> {
@@ -295,6 +393,6 @@ impl DataPath for TcpPath {
     }
 
     fn inline_bytes(&self) -> u64 {
-        0 // a round trip is not for the caller's thread
+        INLINE_BYTES
     }
 }

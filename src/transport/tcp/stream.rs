@@ -5,11 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result, Status};
-use crate::runtime::stalled;
-
-/// After a wait of this long the other side is taken for stalled, and other work goes on in another
-/// thread.
-const SHORT: Duration = Duration::from_millis(20);
+use crate::runtime::{STALL_AFTER, stalled};
 
 /// Most ranges in one call (UIO_MAXIOV).
 const MAX_RANGES: usize = 1024;
@@ -51,6 +47,24 @@ impl Ranges {
 
     pub fn clear(&mut self) {
         self.list.clear();
+    }
+
+    /// Appends the bytes of all ranges to `out`.
+    ///
+    /// # Safety
+    /// All ranges must be readable; another thread or process may write them meanwhile.
+    pub unsafe fn copy_to(&self, out: &mut Vec<u8>) {
+        for range in &self.list {
+            out.reserve(range.iov_len);
+            let end = out.len();
+            // SAFETY: readable by contract; `reserve` has made room behind the end, which nobody
+            // else has, and all of it is written before the length says so.
+            unsafe {
+                let to = out.as_mut_ptr().add(end);
+                std::ptr::copy_nonoverlapping(range.iov_base.cast::<u8>(), to, range.iov_len);
+                out.set_len(end + range.iov_len);
+            }
+        }
     }
 }
 
@@ -154,6 +168,43 @@ impl Stream {
             )
         };
         n < 0 && io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock
+    }
+
+    /// Looks for at most `spin` whether something has come (or the stream's end).
+    pub(super) fn comes_within(&self, spin: Duration) -> bool {
+        let patience = Patience {
+            spin,
+            wake: None,
+            stall: Some(Duration::ZERO),
+        };
+        self.wait(patience, false).is_ok()
+    }
+
+    /// Receives what comes next, at least one byte; 0 = the stream has ended.
+    pub(super) fn receive_next(
+        &self,
+        bytes: &mut [u8],
+        patience: Patience<'_>,
+    ) -> io::Result<usize> {
+        loop {
+            // SAFETY: the borrowed slice with its length.
+            let n = unsafe {
+                libc::recv(
+                    self.fd.as_raw_fd(),
+                    bytes.as_mut_ptr().cast(),
+                    bytes.len(),
+                    libc::MSG_DONTWAIT,
+                )
+            };
+            if let Ok(n) = usize::try_from(n) {
+                return Ok(n);
+            }
+            match io::Error::last_os_error() {
+                e if e.kind() == io::ErrorKind::WouldBlock => self.wait(patience, false)?,
+                e if e.kind() == io::ErrorKind::Interrupted => {}
+                e => return Err(e),
+            }
+        }
     }
 
     /// Ends both directions; a thread that waits on the socket is woken.
@@ -341,7 +392,7 @@ impl Stream {
             let timeout = match left {
                 _ if waited < patience.spin => 0,
                 Some(left) if left.is_zero() => return Err(io::ErrorKind::TimedOut.into()),
-                _ if waited < patience.spin + SHORT => SHORT.as_millis() as i32,
+                _ if waited < patience.spin + STALL_AFTER => STALL_AFTER.as_millis() as i32,
                 Some(left) => i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX),
                 None => -1,
             };
@@ -359,7 +410,7 @@ impl Stream {
             ];
             // SAFETY: two pollfds that live here; a negative descriptor is ignored.
             let mut poll = || unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) };
-            let n = match waited < patience.spin + SHORT {
+            let n = match waited < patience.spin + STALL_AFTER {
                 true => poll(),
                 false => stalled(poll),
             };

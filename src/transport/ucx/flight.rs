@@ -14,10 +14,7 @@ use std::time::{Duration, Instant};
 use super::library::Library;
 use crate::error::{Error, Result, Status};
 use crate::observe::fault;
-use crate::runtime::{Bell, stalled, wait_readable};
-
-/// After a wait of this long the peer is taken for stalled, and other work goes on in another thread.
-const SHORT: Duration = Duration::from_millis(20);
+use crate::runtime::{Bell, wait_readable};
 
 /// A registered range of an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -161,14 +158,7 @@ impl Flight {
         if self.landed.load(Ordering::SeqCst) >= enough {
             return true;
         }
-        let wait = |limit| wait_readable([Some(self.bell.as_fd()), wake], limit);
-        let short = time.map_or(SHORT, |time| time.min(SHORT));
-        let heard = match wait(Some(short)) {
-            // The rest in another thread's stead; the caller looks at the deadline again.
-            Ok(false) => stalled(|| wait(time.map(|time| time.saturating_sub(short)))),
-            heard => heard,
-        };
-        if heard.is_err() {
+        if wait_readable([Some(self.bell.as_fd()), wake], time).is_err() {
             // Unheard of; then slowly instead of not at all.
             std::thread::sleep(Duration::from_millis(1));
         }
