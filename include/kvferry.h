@@ -609,9 +609,8 @@ typedef struct kvf_agent_config {
    */
   size_t num_affinity;
   /**
-   * Allowed transports, as in `"shm,tcp"`, of inproc, shm, ucx, unix and tcp (cuda_ipc is known
-   * and not served yet); NULL = all. The environment variable `KVFERRY_TRANSPORTS` narrows it
-   * further. Naming ucx, here or there, forces it where nothing before it serves a peer.
+   * Allowed transports, as in `"shm,tcp"`, of inproc, shm, cuda_ipc, ucx, unix and tcp; NULL =
+   * all. The environment variable `KVFERRY_TRANSPORTS` narrows it further. Naming ucx, here or there, forces it where nothing before it serves a peer.
    */
   const char *transports;
   /**
@@ -2700,7 +2699,7 @@ KVF_NOEXCEPT;
  *         allocation on a device;
  *         KVF_ERR_DUPLICATE for memory that overlaps another pool or is pinned already;
  *         KVF_ERR_UNSUPPORTED for KVF_MEMORY_DEVICE without a CUDA driver, and for memory of
- *         cuMemCreate or of a memory pool; KVF_ERR_STATE to pin without a CUDA context.
+ *         cuMemCreate; KVF_ERR_STATE to pin without a CUDA context.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes, the memory be

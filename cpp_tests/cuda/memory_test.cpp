@@ -169,6 +169,64 @@ TEST_P(Between, EveryByteArrives) {
       << two.peer.text();
 }
 
+TEST(DeviceMemory, WhatCannotBeMappedGoesThroughTheSocket) {
+  {
+    // The reader's driver refuses the handle.
+    OF_DOUBLE(kvf_cuda_double_fail)("cuIpcOpenMemHandle=1");
+    Two two(ProcessKind::device, ProcessKind::device);
+    OF_DOUBLE(kvf_cuda_double_fail)("");
+    auto transfer = two.pull(1);
+    ASSERT_EQ(transfer.wait(kLong), KVF_OK) << transfer.error_text();
+    EXPECT_STREQ(transfer.query().transport, "unix");
+    EXPECT_NE(two.peer.text().find("cuda_ipc: pool 1: cuIpcOpenMemHandle"), std::string::npos)
+        << two.peer.text();
+    EXPECT_EQ(two.here.differs(5, 7, 3), "");
+  }
+  // The source's driver exports nothing, as for memory of a pool.
+  setenv("KVF_CUDA_DOUBLE_FAIL", "cuIpcGetMemHandle=801", 1);
+  Two two(ProcessKind::device, ProcessKind::device);
+  unsetenv("KVF_CUDA_DOUBLE_FAIL");
+  auto transfer = two.pull(1);
+  ASSERT_EQ(transfer.wait(kLong), KVF_OK) << transfer.error_text();
+  EXPECT_STREQ(transfer.query().transport, "unix");
+  EXPECT_NE(two.peer.text().find("the source does not export it"), std::string::npos)
+      << two.peer.text();
+  EXPECT_EQ(two.here.differs(5, 7, 3), "");
+}
+
+// The driver refuses a call in the middle of a transfer.
+TEST(DeviceMemory, ARefusedCallIsAnErrorAndLosesNothing) {
+  Gpu gpu;
+  for (const char* fault : {"cuMemcpyAsync:1=1", "cuMemcpyAsync:3=1", "cuLaunchHostFunc:1=1"}) {
+    auto publication = gpu.publish(1, kFrom, 8);
+    OF_DOUBLE(kvf_cuda_double_fail)(fault);
+    auto transfer = gpu.sink.agent.pull_begin(gpu.peer, publication.ticket(), 0, kTo);
+    EXPECT_EQ(transfer.wait(kLong), KVF_ERR_TRANSFER) << fault;
+    EXPECT_NE(transfer.error_text().find("CUDA_ERROR_INVALID_VALUE (1)"), std::string::npos)
+        << transfer.error_text();
+    EXPECT_TRUE(safe_soon(transfer)) << fault << ": what was enqueued has ended";
+    OF_DOUBLE(kvf_cuda_double_fail)("");
+    EXPECT_NE(publication.wait(kLong), KVF_TIMED_OUT) << "the source hears of it";
+  }
+  Stream stream;
+  stream.hold();
+  kvferry::Offer offer;
+  offer.key = kvferry::key(2);
+  offer.groups = {kvferry::published(0, kFrom, 0, 8)};
+  offer.stream = stream.c();
+  for (const char* fault : {"cuEventCreate:1=2", "cuEventRecord:1=1", "cuStreamWaitEvent:1=1",
+                            "cuLaunchHostFunc:1=1", "cuCtxPushCurrent:1=201"}) {
+    OF_DOUBLE(kvf_cuda_double_fail)(fault);
+    EXPECT_THROW((void)gpu.source.agent.publish(offer), kvferry::Error) << fault;
+  }
+  OF_DOUBLE(kvf_cuda_double_fail)("");
+  stream.release();
+  auto publication = gpu.source.agent.publish(offer);
+  auto transfer = gpu.sink.agent.pull_begin(gpu.peer, publication.ticket(), 0, kTo);
+  EXPECT_EQ(transfer.wait(kLong), KVF_OK) << transfer.error_text();
+  EXPECT_EQ(gpu.sink.block(0, 5), gpu.source.block(0, 3));
+}
+
 TEST(DeviceMemory, APoolIsFreeWhenItsReadersHaveUnmappedIt) {
   Two two(ProcessKind::device, ProcessKind::device);
   ASSERT_EQ(two.pull(1).wait(kLong), KVF_OK);

@@ -79,7 +79,8 @@ struct Resources {
   std::size_t fds = count("/proc/self/fd"), threads = count("/proc/self/task"),
               maps = kvferry_maps();
   bool operator==(const Resources& o) const {
-    return fds == o.fds && threads == o.threads && maps == o.maps;
+    // Threads of the double may have been about to end before.
+    return fds == o.fds && (threads == o.threads || (device && threads < o.threads)) && maps == o.maps;
   }
 };
 
@@ -89,7 +90,11 @@ void expect_nothing_left(const Resources& before) {
   while (!(Resources{} == before) && Clock::now() < deadline) std::this_thread::sleep_for(5ms);
   const Resources after;
   EXPECT_EQ(after.fds, before.fds);
-  EXPECT_EQ(after.threads, before.threads);
+  if (before.device) {
+    EXPECT_LE(after.threads, before.threads);
+  } else {
+    EXPECT_EQ(after.threads, before.threads);
+  }
   EXPECT_EQ(after.maps, before.maps);
 }
 

@@ -11,7 +11,6 @@ use super::ticket::key;
 use crate::cuda::{CallerStream, Context, Driver, Gate, Uuid};
 use crate::error::{Error, Result};
 use crate::ids::{Epoch, Incarnation, PublicationId};
-use crate::memory::Pool;
 use crate::observe::fault;
 use crate::session::End;
 use crate::wire;
@@ -33,15 +32,7 @@ const QUERY_EVERY: Duration = Duration::from_millis(100);
 impl Shared {
     /// Contexts of this agent's device memory; empty = it has none.
     pub fn contexts(&self) -> Vec<Context> {
-        let state = self.lock();
-        let pools = state.pools.all().map(|entry| &entry.pool);
-        let mut all: Vec<Context> = pools
-            .filter(|pool| pool.is_device())
-            .filter_map(|pool| context_of(pool))
-            .collect();
-        all.sort_unstable();
-        all.dedup();
-        all
+        self.lock().pools.contexts().collect()
     }
 
     /// Marks what the stream holds so far; `None`: no stream, or it is done already.
@@ -70,12 +61,6 @@ impl Shared {
         })
         .map_err(|e| e.context("desc.stream"))
     }
-}
-
-/// The context of a pool that a device reaches.
-pub(super) fn context_of(pool: &Pool) -> Option<Context> {
-    let place = pool.on_device()?;
-    Some(Context::from_handle(place.context, place.device))
 }
 
 /// Whether a context is on this device.

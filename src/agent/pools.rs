@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::device_pools::Exported;
 use crate::bail;
-use crate::cuda::DeviceMemory;
+use crate::cuda::{Context, DeviceMemory};
 use crate::error::Result;
 use crate::ids::Incarnation;
 use crate::memory::Pool;
@@ -44,6 +44,8 @@ pub(super) struct Pools {
     by_base: BTreeMap<usize, u32>,
     /// Taken back, not yet released.
     leaving: BTreeSet<u32>,
+    /// Contexts of device pools that have not been released, and how many each has.
+    contexts: BTreeMap<Context, usize>,
 }
 
 impl Pools {
@@ -67,6 +69,9 @@ impl Pools {
             );
         }
         self.by_base.insert(base, id);
+        if let Some(context) = device_context(&pool) {
+            *self.contexts.entry(context).or_default() += 1;
+        }
         let entry = PoolEntry {
             pool: Arc::new(pool),
             users: 0,
@@ -86,8 +91,9 @@ impl Pools {
         self.by_id.get(&id)
     }
 
-    pub fn all(&self) -> impl Iterator<Item = &PoolEntry> {
-        self.by_id.values()
+    /// Contexts of device pools.
+    pub fn contexts(&self) -> impl Iterator<Item = Context> {
+        self.contexts.keys().copied()
     }
 
     pub fn get_mut(&mut self, id: u32) -> Option<&mut PoolEntry> {
@@ -144,6 +150,8 @@ impl Pools {
         entry.released = true;
         entry.pool.unpin();
         self.by_base.remove(&entry.pool.base().addr());
+        let context = device_context(&entry.pool);
+        leave_context(&mut self.contexts, context);
         match entry.forget {
             true => self.by_id.remove(&id),
             false => None,
@@ -158,8 +166,25 @@ impl Pools {
         if !entry.released {
             entry.pool.unpin();
             self.by_base.remove(&entry.pool.base().addr());
+            leave_context(&mut self.contexts, device_context(&entry.pool));
         }
         Some(entry)
+    }
+}
+
+fn device_context(pool: &Pool) -> Option<Context> {
+    let place = pool.on_device().filter(|_| pool.is_device())?;
+    Some(Context::from_handle(place.context, place.device))
+}
+
+fn leave_context(contexts: &mut BTreeMap<Context, usize>, context: Option<Context>) {
+    if let Some(context) = context
+        && let Some(count) = contexts.get_mut(&context)
+    {
+        *count -= 1;
+        if *count == 0 {
+            contexts.remove(&context);
+        }
     }
 }
 

@@ -35,7 +35,7 @@ impl DeviceMemory {
     /// # Errors
     /// `KVF_ERR_INVALID_ARGUMENT` for host memory, managed memory, another device;
     /// `KVF_ERR_OUT_OF_RANGE` for a range that leaves its allocation; `KVF_ERR_UNSUPPORTED` without
-    /// a driver, and for memory of a pool or of `cuMemCreate`.
+    /// a driver, and for memory of `cuMemCreate`.
     pub fn find(base: u64, bytes: u64, device: u32) -> Result<Self> {
         let driver = Driver::get()?;
         if device >= driver.devices() {
@@ -89,8 +89,8 @@ impl DeviceMemory {
         let Some(context) = context_of(driver, base, device) else {
             bail!(
                 KVF_ERR_UNSUPPORTED,
-                "{base:#x} belongs to no context: memory of cuMemCreate (VMM) and of memory pools \
-                 is not served yet; use cudaMalloc"
+                "{base:#x} belongs to no context: memory of cuMemCreate (VMM) is not served yet; use \
+                 cudaMalloc"
             );
         };
         let _current = Current::push(driver, context)?;

@@ -35,9 +35,8 @@ pub struct kvf_agent_config {
     pub affinity: *const u32,
     /// Elements of `affinity`.
     pub num_affinity: usize,
-    /// Allowed transports, as in `"shm,tcp"`, of inproc, shm, ucx, unix and tcp (cuda_ipc is known
-    /// and not served yet); NULL = all. The environment variable `KVFERRY_TRANSPORTS` narrows it
-    /// further. Naming ucx, here or there, forces it where nothing before it serves a peer.
+    /// Allowed transports, as in `"shm,tcp"`, of inproc, shm, cuda_ipc, ucx, unix and tcp; NULL =
+    /// all. The environment variable `KVFERRY_TRANSPORTS` narrows it further. Naming ucx, here or there, forces it where nothing before it serves a peer.
     pub transports: *const c_char,
     /// Names model, revision and cache format; must be equal on both sides of a handoff. NULL = "".
     pub fingerprint: *const c_char,
