@@ -24,19 +24,20 @@ class Peers(unittest.TestCase):
 
     def run_it(self, *args):
         command = [RUN, "--quick", "--json", "--bench", BENCH, "--repeats", 1, "--out", self.out, *args]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=170)
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=560)
         self.assertEqual(done.returncode, 0, done.stderr)
         return json.loads(done.stdout), done.stderr
 
     def check_rows(self, data, peers):
         ways = {(r["transport"], r["memory"], r["waiting"]) for r in data["rows"]}
-        self.assertEqual(ways, {("shm", "pool", "blocking"), ("shm", "own", "blocking"), ("unix", "pool", "blocking"),
+        self.assertEqual({way for way in ways if way[0] != "ucx"}, {("shm", "pool", "blocking"), ("shm", "own", "blocking"), ("unix", "pool", "blocking"),
                                 ("unix", "pool", "spinning"), ("tcp", "pool", "blocking"),
                                 ("tcp", "pool", "spinning")})
         self.assertEqual({r["case"] for r in data["rows"]}, {"4 KiB x 512", "64 KiB x 64"})
         for r in data["rows"]:
             self.assertGreater(min(r["kvferry_gbps"], r["limit_gbps"], r["ratio"]), 0, r)
-            self.assertEqual(set(r["peers"]), set(peers.get(r["transport"], [])), r)
+            if r["transport"] != "ucx":  # not everywhere
+                self.assertEqual(set(r["peers"]), set(peers.get(r["transport"], [])), r)
 
     def test_all_take_their_turn(self):
         data, _ = self.run_it("--peers", "fake", "--fake-arguments=--slow")
@@ -44,7 +45,7 @@ class Peers(unittest.TestCase):
         [row] = [r for r in data["rows"] if r["transport"] == "tcp" and r["waiting"] == "blocking"
                  and r["case"] == "4 KiB x 512"]
         self.assertEqual(row["peers"]["mooncake"], 4096 * 512 / 1e9)  # the fake takes a second
-        self.assertEqual(data["missing"], {})
+        self.assertLessEqual(set(data["missing"]), {"kvferry over ucx"})
         self.assertEqual(json.loads((self.out / "peers.json").read_text()), data)
         for part in ["latency", "preparation", "status", "registration", "idle", "settings", "machine"]:
             self.assertTrue(data[part], part)

@@ -12,7 +12,7 @@ foreach(_test all_take_their_turn a_wrong_peer_is_named_and_left_out
   add_test(NAME peers.${_test}
            COMMAND Python3::Interpreter "${CMAKE_CURRENT_SOURCE_DIR}/peers_test.py" -v
                    Peers.test_${_test})
-  set_tests_properties(peers.${_test} PROPERTIES LABELS cpp TIMEOUT 180
+  set_tests_properties(peers.${_test} PROPERTIES LABELS cpp TIMEOUT 600
     ENVIRONMENT "KVFERRY_TOOLS=$<TARGET_FILE_DIR:kvferry-info>")
 endforeach()
 add_test(NAME long.peers

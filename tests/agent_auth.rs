@@ -367,7 +367,7 @@ fn a_flood_of_strangers_takes_neither_threads_nor_the_peers_place() {
 #[test]
 fn one_transfer_has_as_many_connections_as_were_configured() {
     for transport in ["tcp", "unix"] {
-        for connections in [1, 3] {
+        for (connections, tries) in [(1, 3), (3, 20)] {
             let name = format!("{transport}{connections}");
             let source = side(&name, None, transport, LONG);
             let sink = configured("dst", None, transport, LONG, |config| {
@@ -379,13 +379,13 @@ fn one_transfer_has_as_many_connections_as_were_configured() {
             // Threads of data connections: kvf-NAME-d1, -d2, ...
             let begin = format!("kvf-{name}-d");
             let mut most = 0;
-            for _ in 0..50 {
+            for _ in 0..tries {
                 hands_over(&source, &sink, &peer);
                 sink.bytes().fill(0);
                 let made = threads(&begin);
                 most = most.max(made.len());
                 assert!(most <= connections as usize, "{made:?}");
-                if most == connections as usize {
+                if most > 1 {
                     break;
                 }
             }

@@ -64,6 +64,7 @@ class Way:
     memory: str
     waiting: str
     threads: int
+    environment: dict = dataclasses.field(default_factory=dict)
 
     def arguments(self):
         return ["--transport", self.transport, "--memory", self.memory, "--threads", self.threads,
@@ -90,6 +91,19 @@ class Session:
             ([Way("unix", "pool", waiting, 1) for waiting in both], []),
             ([Way("tcp", "pool", waiting, 1) for waiting in both], TCP),
         ]
+        # NIXL moves its bytes through UCX: the same lane for both.
+        ucx = [Way("ucx", "own", waiting, 1, {"UCX_TLS": "tcp"}) for waiting in both]
+        if self.has(ucx[0]):
+            self.groups.append((ucx, TCP[:1]))
+
+    def has(self, way):
+        """Whether kvferry can use a way that not every machine has."""
+        try:
+            self.scenario(way, "status")
+            return True
+        except Failed as e:
+            self.lost(f"kvferry over {way.transport}", e)
+            return False
 
     def lost(self, name, why):
         """A participant that could not be measured; the rest goes on."""
@@ -135,7 +149,8 @@ class Session:
         repeats = self.options.repeats
         return Participant("kvferry", [self.bench, *way.arguments(), "--json", "--scattered", "--pool-mib",
                                        self.options.pool_mib, "--quiet-s", self.options.quiet_s,
-                                       "--repeats", repeats, *more], deadline=max(120, self.options.deadline))
+                                       "--repeats", repeats, *more], way.environment,
+                           max(120, self.options.deadline))
 
     def scenario(self, way, name, *more):
         """One run of a scenario of kvferry-bench."""

@@ -8,9 +8,6 @@ using namespace cuda_double;
 namespace cuda_double {
 namespace {
 
-// A thread without work ends, so that tests can count threads; the next work starts another.
-constexpr auto kIdle = std::chrono::milliseconds(20);
-
 // One piece of work, outside every lock. A failed context executes nothing more.
 void execute(Stream& stream, Work& work) {
   Context& context = *stream.context;
@@ -26,10 +23,10 @@ void run(const std::shared_ptr<Stream>& stream) {
   State& all = state();
   std::unique_lock<std::mutex> lock(all.progress);
   for (;;) {
-    const auto has_work = [&] { return !stream->queue.empty() && !stream->held; };
-    all.progressed.wait_for(lock, kIdle, [&] { return has_work() || (stream->queue.empty() && stream->closing); });
+    all.progressed.wait(lock, [&] {
+      return (!stream->queue.empty() && !stream->held) || (stream->queue.empty() && stream->closing);
+    });
     if (stream->queue.empty()) break;
-    if (!has_work()) continue;  // held
     Work work = std::move(stream->queue.front());
     stream->queue.pop_front();
     for (const auto& [other, number] : work.after) {

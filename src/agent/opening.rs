@@ -4,7 +4,6 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::IpAddr;
-use std::time::{Duration, Instant};
 
 use tokio::io::Interest;
 
@@ -13,7 +12,7 @@ use super::shared::{Shared, random};
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
 use crate::transport::shm::fds::{try_recv, try_send};
-use crate::transport::tcp::Stream;
+use crate::transport::tcp::{Stream, Until};
 use crate::wire::opening::{
     ANSWERER_FRAME, Answerer, CALLER_FRAME, Caller, Nonce, Opened, Purpose, Refusal,
 };
@@ -137,27 +136,34 @@ pub(super) fn call_blocking(
     own: &Identity,
     target: Incarnation,
     stream: &Stream,
-    timeout: Duration,
+    until: Until<'_>,
 ) -> Result<()> {
-    let deadline = Instant::now() + timeout;
     let (mut caller, first) = own.caller(Purpose::Data, target)?;
     let mut send = Some(first);
     loop {
         if let Some(body) = send.take() {
             let mut bytes = Vec::new();
             wire::encode(&Frame { body: Some(body) }, &mut bytes)?;
-            stream.send_all(&bytes, timeout)?;
+            stream.send_all(&bytes, until)?;
         }
-        let mut head = [0; 4];
-        stream.receive_exact(&mut head, deadline)?;
-        let mut body = vec![0; length(head, ANSWERER_FRAME)?];
-        stream.receive_exact(&mut body, deadline)?;
-        let step = caller.hears(known(&body)?)?;
+        let step = caller.hears(receive_blocking(stream, until)?)?;
         send = step.send;
         if step.open {
             return Ok(());
         }
     }
+}
+
+/// The answerer's next message, on a thread that may wait.
+///
+/// # Errors
+/// Why there is none.
+pub(super) fn receive_blocking(stream: &Stream, until: Until<'_>) -> Result<Body> {
+    let mut head = [0; 4];
+    stream.receive_exact(&mut head, until)?;
+    let mut body = vec![0; length(head, ANSWERER_FRAME)?];
+    stream.receive_exact(&mut body, until)?;
+    known(&body)
 }
 
 fn stranger(e: Error) -> Error {

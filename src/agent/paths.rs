@@ -285,7 +285,6 @@ fn make_path(
         };
         let spin = shared.config.spin;
         let devices = shared.devices.clone();
-        let dial = Box::new(dial);
         let path = TcpPath::new(name, reason, pools, connections, spin, devices, dial);
         match path.prove() {
             Ok(()) => return Ok(Arc::new(path)),

@@ -2,8 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::TcpStream;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
@@ -12,7 +11,7 @@ use super::api::{ImportGroup, ImportState, Timeouts};
 use super::begin::{Wants, bind};
 use super::lock;
 use super::metadata::{EngineInfo, RankInfo, incarnation};
-use super::opening::{Identity, call_blocking};
+use super::opening::{Identity, call_blocking, receive_blocking};
 use super::shared::{Shared, random};
 use super::ticket::key;
 use crate::cuda::Devices;
@@ -21,10 +20,8 @@ use crate::ids::Incarnation;
 use crate::memory::Pool;
 use crate::plan::{Pair, Plan, Policy};
 use crate::runtime::{Thread, spawn, stalled};
-use crate::transport::tcp::{Opened, Serving, Source, Stream, serve};
-use crate::wire::{
-    self, Body, DataHello, DataOpen, DataPart, Decoder, Frame, pack_slots, unpack_slots,
-};
+use crate::transport::tcp::{Connect, Opened, Serving, Source, Stream, Until, serve};
+use crate::wire::{self, Body, DataHello, DataOpen, DataPart, Frame, pack_slots, unpack_slots};
 use crate::{bail, err};
 
 /// Data connections that one agent serves at most.
@@ -173,6 +170,10 @@ pub(super) fn admit(
             reader,
         };
         let mut welcome = Vec::new();
+        let welcome_by = Until {
+            deadline: Instant::now() + limits.stall,
+            wake: None,
+        };
         let frame = Frame {
             body: Some(Body::Welcome(wire::Welcome {
                 protocol: wire::PROTOCOL,
@@ -180,7 +181,7 @@ pub(super) fn admit(
             })),
         };
         let outcome = wire::encode(&frame, &mut welcome)
-            .and_then(|()| stream.send_all(&welcome, limits.stall))
+            .and_then(|()| stream.send_all(&welcome, welcome_by))
             .and_then(|()| serve(&stream, &source, limits));
         if let Err(e) = outcome {
             serving
@@ -299,20 +300,15 @@ pub(super) enum Door {
 }
 
 /// Opens data connections to a source.
-pub(super) fn dialler(
-    shared: &Shared,
-    source: &RankInfo,
-    door: Door,
-    token: Vec<u8>,
-) -> impl Fn() -> Result<Stream> + Send + Sync + use<> {
+pub(super) fn dialler(shared: &Shared, source: &RankInfo, door: Door, token: Vec<u8>) -> Connect {
     let hello = DataHello { token };
     let own = Identity::of(shared);
     let times = shared.config.timeouts;
     let (expected, name) = (source.incarnation, source.name.clone());
-    move || {
-        dial(&door, &own, &hello, expected, &times)
+    Box::new(move |wake| {
+        dial(&door, &own, &hello, expected, &times, wake)
             .map_err(|e| e.context(format!("data connection to agent {name}")))
-    }
+    })
 }
 
 fn dial(
@@ -321,22 +317,20 @@ fn dial(
     hello: &DataHello,
     expected: Incarnation,
     times: &Timeouts,
+    wake: Option<BorrowedFd<'_>>,
 ) -> Result<Stream> {
-    let timeout = times.connect;
+    let until = Until {
+        deadline: Instant::now() + times.connect,
+        wake,
+    };
     let system = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "connect", &e);
     let stream = match door {
-        Door::Tcp(address) => {
-            let stream =
-                stalled(|| TcpStream::connect_timeout(address, timeout)).map_err(system)?;
-            stream.set_nodelay(true).map_err(system)?;
-            Stream::new(stream.into()).map_err(system)?
-        }
-        Door::Unix(name) => {
-            stalled(|| Stream::connect_unix(name, Some(timeout))).map_err(system)?
-        }
-    };
+        Door::Tcp(address) => Stream::connect_tcp(address, until),
+        Door::Unix(name) => stalled(|| Stream::connect_unix(name, Some(times.connect))),
+    }
+    .map_err(system)?;
     stream.watch_peer(times.heartbeat, times.peer_silence);
-    call_blocking(own, expected, &stream, timeout)?;
+    call_blocking(own, expected, &stream, until)?;
     let mut bytes = Vec::new();
     wire::encode(
         &Frame {
@@ -344,20 +338,11 @@ fn dial(
         },
         &mut bytes,
     )?;
-    stream.send_all(&bytes, timeout)?;
-    let mut decoder = Decoder::new(MAX_WELCOME);
-    let answer = loop {
-        decoder.push(&stream.receive_some(timeout)?);
-        if let Some(frame) = decoder.next_frame()? {
-            break frame.body;
-        }
-    };
+    stream.send_all(&bytes, until)?;
+    let answer = receive_blocking(&stream, until)?;
     match answer {
-        Some(Body::Welcome(w)) if w.incarnation == expected.0 => Ok(stream),
-        Some(Body::Refuse(r)) => Err(Error::new(super::metadata::status(r.status), r.text)),
+        Body::Welcome(w) if w.incarnation == expected.0 => Ok(stream),
+        Body::Refuse(r) => Err(Error::new(super::metadata::status(r.status), r.text)),
         _ => Err(err!(KVF_ERR_PROTOCOL, "somebody else answers there")),
     }
 }
-
-/// Longest answer to a data hello.
-const MAX_WELCOME: usize = 64 << 10;

@@ -135,6 +135,13 @@ fn engine(shared: &Arc<Shared>) -> Result<Arc<Engine>> {
     let made = Engine::start(config, move || {
         let _ = commands.send(Command::Panicked(marks::take_panic()));
     })?;
+    if !ucx::has_card() {
+        shared.log.warn(format_args!(
+            "{} without a card for RMA: it answers gets in software and may abort this process \
+             when a reader dies; for trials only",
+            made.describe()
+        ));
+    }
     lock(&shared.ucx.state).engine = Some(made.clone());
     Ok(made)
 }

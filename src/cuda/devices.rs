@@ -1,9 +1,8 @@
 //! What one agent has on all devices: its lanes and the words that streams wait for.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::kernel::Kernel;
+use super::kernel::Kernels;
 use super::words::Words;
 use super::{CallerStream, Context, Driver, Lane, Word};
 use crate::error::Result;
@@ -12,8 +11,7 @@ use crate::error::Result;
 #[derive(Debug, Default)]
 pub struct Devices {
     inner: Mutex<Inner>,
-    /// The kernel of each context, `None` where it could not be loaded.
-    kernels: Mutex<BTreeMap<Context, Option<Arc<Kernel>>>>,
+    kernels: Arc<Kernels>,
     words: Words,
 }
 
@@ -40,25 +38,16 @@ impl Devices {
         let (idle, busy) = inner.busy.drain(..).partition(|l| l.is_idle() == Ok(true));
         inner.busy = busy;
         let mut idle: Vec<Lane> = idle;
-        idle.iter_mut().for_each(Lane::is_free);
+        idle.iter_mut().for_each(Lane::mark_idle);
         inner.free.extend(idle);
         let known = inner.free.iter().position(|l| l.context() == context);
         match known {
             Some(at) => Ok(inner.free.swap_remove(at)),
             None => {
                 drop(inner);
-                Lane::new(driver, context, self.kernel(driver, context))
+                Lane::new(driver, context, self.kernels.clone())
             }
         }
-    }
-
-    fn kernel(&self, driver: &'static Driver, context: Context) -> Option<Arc<Kernel>> {
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        let loaded = kernels.entry(context).or_insert_with(|| {
-            // Without it everything works, slower.
-            Kernel::load(driver, context).ok().map(Arc::new)
-        });
-        loaded.clone()
     }
 
     /// Takes a lane back; it may still hold work that touches nobody's memory.
@@ -93,11 +82,7 @@ impl Devices {
             )
         };
         drop(lanes);
-        let kernels = {
-            let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-            std::mem::take(&mut *kernels)
-        };
-        drop(kernels);
+        self.kernels.clear();
         self.words.close();
     }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys::{CUstream, CUstream_flags};
 
 use super::current::Current;
-use super::kernel::{Kernel, Table};
+use super::kernel::{Kernel, Kernels, Table};
 use super::pinned::Staging;
 use super::stream::Event;
 use super::table::{NOT_READY, SUCCESS};
@@ -96,8 +96,9 @@ pub struct Lane {
     staging: Option<Staging>,
     /// Bytes of the buffer.
     staging_bytes: usize,
-    /// None where the driver cannot load it: every run is a copy of its own then.
-    kernel: Option<Arc<Kernel>>,
+    kernels: Arc<Kernels>,
+    /// `Some(None)` where it cannot be loaded: every run is a copy of its own then.
+    kernel: Option<Option<Arc<Kernel>>>,
     table: Table,
     /// Where the kernel reads the table, and its size.
     table_buffer: Option<(Staging, usize)>,
@@ -109,7 +110,7 @@ impl Lane {
     pub(super) fn new(
         driver: &'static Driver,
         context: Context,
-        kernel: Option<Arc<Kernel>>,
+        kernels: Arc<Kernels>,
     ) -> Result<Self> {
         let _current = Current::push(driver, context)?;
         let mut stream: CUstream = null_mut();
@@ -126,7 +127,8 @@ impl Lane {
             marked: 0,
             staging: None,
             staging_bytes: 0,
-            kernel,
+            kernels,
+            kernel: None,
             table: Table::new(),
             table_buffer: None,
             table_in_use: false,
@@ -174,9 +176,9 @@ impl Lane {
         // The kernel cannot reach memory of another context.
         let near = || copies.iter().filter(|copy| copy.from.is_none());
         let runs = near().fold(0u64, |runs, copy| runs.saturating_add(copy.runs()));
-        let kernel = match &self.kernel {
-            Some(kernel) if runs >= KERNEL_FROM && !self.table_in_use => Some(kernel.clone()),
-            _ => None,
+        let kernel = match runs >= KERNEL_FROM && !self.table_in_use {
+            true => self.kernel(),
+            false => None,
         };
         let launched = kernel.is_some();
         if let Some(kernel) = kernel {
@@ -195,6 +197,14 @@ impl Lane {
             unsafe { self.copy_runs(copy) }?;
         }
         Ok(())
+    }
+
+    fn kernel(&mut self) -> Option<Arc<Kernel>> {
+        let (driver, context, kernels) = (self.driver, self.context, &self.kernels);
+        let kernel = self
+            .kernel
+            .get_or_insert_with(|| kernels.get(driver, context));
+        kernel.clone()
     }
 
     /// Copies what the table says.
@@ -318,7 +328,7 @@ impl Lane {
     }
 
     /// Says that the lane is idle, as [`Self::is_idle`] has told.
-    pub(super) fn is_free(&mut self) {
+    pub(super) fn mark_idle(&mut self) {
         self.table_in_use = false;
     }
 

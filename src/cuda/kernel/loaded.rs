@@ -1,7 +1,9 @@
 //! The kernel as one context has it.
 
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr::{from_mut, null_mut};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{CUdevice_attribute, CUfunction, CUmodule, CUstream};
 
@@ -10,6 +12,28 @@ use crate::cuda::current::Current;
 use crate::cuda::{Context, Driver, memory};
 use crate::err;
 use crate::error::Result;
+
+/// An agent's kernels, one for each context that needs it.
+#[derive(Debug, Default)]
+pub(in crate::cuda) struct Kernels(Mutex<BTreeMap<Context, Option<Arc<Kernel>>>>);
+
+impl Kernels {
+    /// The context's kernel, loaded now if it was not before: not for a caller's thread. `None` where
+    /// it could not be loaded; everything works without it, slower.
+    pub fn get(&self, driver: &'static Driver, context: Context) -> Option<Arc<Kernel>> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let kernel = all
+            .entry(context)
+            .or_insert_with(|| Kernel::load(driver, context).ok().map(Arc::new));
+        kernel.clone()
+    }
+
+    /// Unloads those that no lane uses; the others with their lanes.
+    pub fn clear(&self) {
+        let all = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(all);
+    }
+}
 
 /// A module of ours in a context of the engine.
 #[derive(Debug)]

@@ -16,7 +16,7 @@ use super::{Dim, MAX_DIMS};
 use crate::error::Result;
 use crate::{bail, err};
 
-pub(super) use loaded::Kernel;
+pub(super) use loaded::{Kernel, Kernels};
 
 /// The kernel, for every device of compute capability 7.0 and later; any driver of CUDA 12 reads it.
 pub static PTX: &CStr =

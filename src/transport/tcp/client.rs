@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -27,7 +27,8 @@ const LOOK: Duration = Duration::from_micros(200);
 const REST: Duration = Duration::from_millis(2);
 
 /// Opens one more connection to the source: connected, and its [`wire::DataHello`] sent.
-pub type Connect = Box<dyn Fn() -> Result<Stream> + Send + Sync>;
+/// Given up when the descriptor is readable.
+pub type Connect = Box<dyn Fn(Option<BorrowedFd<'_>>) -> Result<Stream> + Send + Sync>;
 
 /// Reads one source agent through stream sockets.
 pub struct TcpPath {
@@ -74,7 +75,7 @@ impl TcpPath {
     /// # Errors
     /// As the connecting.
     pub fn prove(&self) -> Result<()> {
-        let stream = (self.connect)()?;
+        let stream = (self.connect)(None)?;
         self.put_back(stream);
         Ok(())
     }
@@ -313,10 +314,10 @@ impl DataPath for TcpPath {
             Some(asked) => Ok(*asked),
             None => {
                 let stream = match self.take_idle() {
-                    Some(stream) => stream,
-                    None => (self.connect)()?,
+                    Some(stream) => Ok(stream),
+                    None => (self.connect)(Some(wake.as_fd())),
                 };
-                self.ask_first(job, stream, patience)
+                stream.and_then(|stream| self.ask_first(job, stream, patience))
             }
         };
         let outcome = asked.and_then(|mut asked: Asked| {

@@ -15,7 +15,7 @@ mod stream;
 
 pub use client::{Connect, TcpPath};
 pub use server::{Opened, Serving, Source, serve};
-pub use stream::Stream;
+pub use stream::{Stream, Until};
 
 /// Bytes asked for at a time: what one gathered send takes.
 const BATCH_BYTES: u64 = 1 << 20;

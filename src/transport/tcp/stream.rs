@@ -1,6 +1,7 @@
 //! A non-blocking stream socket, used by one thread at a time, with waits that can be woken.
 
 use std::io;
+use std::net::{SocketAddr, SocketAddrV4, SocketAddrV6};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,25 @@ pub(super) struct Patience<'a> {
     pub wake: Option<BorrowedFd<'a>>,
     /// Of one wait, not of the whole transfer.
     pub stall: Option<Duration>,
+}
+
+/// How long something of several waits may take: until a time, or until `wake` is readable.
+#[derive(Clone, Copy, Debug)]
+pub struct Until<'a> {
+    /// The end.
+    pub deadline: Instant,
+    /// The earlier end.
+    pub wake: Option<BorrowedFd<'a>>,
+}
+
+impl Until<'_> {
+    fn patience(&self) -> Patience<'_> {
+        Patience {
+            spin: Duration::ZERO,
+            wake: self.wake,
+            stall: Some(self.deadline.saturating_duration_since(Instant::now())),
+        }
+    }
 }
 
 /// Byte ranges of one gathered call; neighbours are merged.
@@ -83,6 +103,67 @@ impl Stream {
             return Err(io::Error::last_os_error());
         }
         Ok(Self { fd })
+    }
+
+    /// Connects to a TCP port. Small messages are sent at once.
+    ///
+    /// # Errors
+    /// The system's; `TimedOut`; "cancelled" when woken.
+    pub fn connect_tcp(to: &SocketAddr, until: Until<'_>) -> io::Result<Self> {
+        let (family, address) = match to {
+            SocketAddr::V4(to) => (libc::AF_INET, Address::V4(address_v4(to))),
+            SocketAddr::V6(to) => (libc::AF_INET6, Address::V6(address_v6(to))),
+        };
+        let flags = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+        // SAFETY: integers only.
+        let fd = unsafe { libc::socket(family, flags, 0) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a new descriptor that nobody else has.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let one: libc::c_int = 1;
+        set_option(fd.as_fd(), libc::IPPROTO_TCP, libc::TCP_NODELAY, &one)?;
+        let (address, len): (*const libc::sockaddr, usize) = match &address {
+            Address::V4(a) => (std::ptr::from_ref(a).cast(), size_of_val(a)),
+            Address::V6(a) => (std::ptr::from_ref(a).cast(), size_of_val(a)),
+        };
+        // SAFETY: an address of this length, which lives during the call.
+        let done = unsafe { libc::connect(fd.as_raw_fd(), address, len as libc::socklen_t) };
+        let stream = Self { fd };
+        if done == 0 {
+            return Ok(stream);
+        }
+        match io::Error::last_os_error() {
+            e if e.raw_os_error() == Some(libc::EINPROGRESS) => {}
+            e => return Err(e),
+        }
+        stream.wait(until.patience(), true)?;
+        match stream.take_error()? {
+            Some(e) => Err(e),
+            None => Ok(stream),
+        }
+    }
+
+    /// What went wrong since the last look.
+    fn take_error(&self) -> io::Result<Option<io::Error>> {
+        let mut error: libc::c_int = 0;
+        let mut len = size_of_val(&error) as libc::socklen_t;
+        // SAFETY: an int that lives during the call, with its size.
+        let done = unsafe {
+            libc::getsockopt(
+                self.fd.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_ERROR,
+                (&raw mut error).cast(),
+                &raw mut len,
+            )
+        };
+        match (done, error) {
+            (0, 0) => Ok(None),
+            (0, error) => Ok(Some(io::Error::from_raw_os_error(error))),
+            _ => Err(io::Error::last_os_error()),
+        }
     }
 
     /// Connects to an abstract Unix socket. That takes time only while its backlog is full: an
@@ -231,57 +312,25 @@ impl Stream {
         unsafe { self.transfer(&mut range, patience, false) }
     }
 
-    /// Sends everything, waiting at most `stall` for each piece.
+    /// Sends everything.
     ///
     /// # Errors
     /// `KVF_ERR_TRANSFER` with the system's reason.
-    pub fn send_all(&self, bytes: &[u8], stall: Duration) -> Result<()> {
-        let patience = Patience {
-            spin: Duration::ZERO,
-            wake: None,
-            stall: Some(stall),
-        };
-        self.send(bytes, patience)
+    pub fn send_all(&self, bytes: &[u8], until: Until<'_>) -> Result<()> {
+        self.send(bytes, until.patience())
             .map_err(|e| Error::os(Status::KVF_ERR_TRANSFER, "send", &e))
     }
 
-    /// Receives what comes next, waiting at most `stall`.
+    /// Fills `bytes`.
     ///
     /// # Errors
     /// `KVF_ERR_TRANSFER` with the system's reason, the stream's end included.
-    pub fn receive_some(&self, stall: Duration) -> Result<Vec<u8>> {
-        let patience = Patience {
-            spin: Duration::ZERO,
-            wake: None,
-            stall: Some(stall),
-        };
-        let mut bytes = vec![0; 4096];
-        let outcome = self
-            .receive(&mut bytes[..1], patience)
-            .and_then(|()| self.receive_available(&mut bytes[1..]));
-        match outcome {
-            Ok(more) => {
-                bytes.truncate(1 + more);
-                Ok(bytes)
-            }
-            Err(e) => Err(Error::os(Status::KVF_ERR_TRANSFER, "receive", &e)),
-        }
-    }
-
-    /// Fills `bytes`, at the latest by the deadline.
-    ///
-    /// # Errors
-    /// `KVF_ERR_TRANSFER` with the system's reason, the stream's end included.
-    pub fn receive_exact(&self, bytes: &mut [u8], deadline: Instant) -> Result<()> {
+    pub fn receive_exact(&self, bytes: &mut [u8], until: Until<'_>) -> Result<()> {
         let failed = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "receive", &e);
         let mut at = 0;
         while at < bytes.len() {
-            let patience = Patience {
-                spin: Duration::ZERO,
-                wake: None,
-                stall: Some(deadline.saturating_duration_since(Instant::now())),
-            };
-            self.receive(&mut bytes[at..=at], patience)
+            // What is left of the time is of the whole, not of each wait.
+            self.receive(&mut bytes[at..=at], until.patience())
                 .map_err(failed)?;
             at += 1;
             if at < bytes.len() {
@@ -427,6 +476,35 @@ impl Stream {
     }
 }
 
+/// An address as the kernel takes it.
+enum Address {
+    V4(libc::sockaddr_in),
+    V6(libc::sockaddr_in6),
+}
+
+fn address_v4(to: &SocketAddrV4) -> libc::sockaddr_in {
+    libc::sockaddr_in {
+        sin_family: libc::AF_INET as libc::sa_family_t,
+        sin_port: to.port().to_be(),
+        sin_addr: libc::in_addr {
+            s_addr: u32::from_ne_bytes(to.ip().octets()),
+        },
+        sin_zero: [0; 8],
+    }
+}
+
+fn address_v6(to: &SocketAddrV6) -> libc::sockaddr_in6 {
+    libc::sockaddr_in6 {
+        sin6_family: libc::AF_INET6 as libc::sa_family_t,
+        sin6_port: to.port().to_be(),
+        sin6_flowinfo: to.flowinfo(),
+        sin6_addr: libc::in6_addr {
+            s6_addr: to.ip().octets(),
+        },
+        sin6_scope_id: to.scope_id(),
+    }
+}
+
 fn set_option<T: Copy>(
     fd: BorrowedFd<'_>,
     level: libc::c_int,
@@ -481,6 +559,46 @@ mod tests {
     use std::os::unix::net::{SocketAddr, UnixListener};
 
     use super::*;
+
+    #[test]
+    fn a_connection_attempt_ends_with_its_answer_its_time_or_when_it_is_woken() {
+        let wake = crate::runtime::Wake::new().unwrap();
+        let until = |limit: u64| Until {
+            deadline: Instant::now() + Duration::from_millis(limit),
+            wake: Some(wake.as_fd()),
+        };
+        for local in ["127.0.0.1:0", "[::1]:0"] {
+            let listener = std::net::TcpListener::bind(local).unwrap();
+            let address = listener.local_addr().unwrap();
+            let stream = Stream::connect_tcp(&address, until(20_000)).unwrap();
+            let (mut other, _) = listener.accept().unwrap();
+            std::io::Write::write_all(&mut other, b"there").unwrap();
+            let mut bytes = [0; 5];
+            stream.receive_exact(&mut bytes, until(20_000)).unwrap();
+            assert_eq!(&bytes, b"there");
+            let e = stream.receive_exact(&mut bytes, until(5)).unwrap_err();
+            assert_eq!(e.status, Status::KVF_ERR_TRANSFER);
+            drop((listener, other));
+            let e = Stream::connect_tcp(&address, until(20_000)).unwrap_err();
+            assert_eq!(e.kind(), io::ErrorKind::ConnectionRefused);
+        }
+        // A listener whose backlog is full does not answer.
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        // SAFETY: an integer, on a socket that lives.
+        unsafe { libc::listen(socket.as_raw_fd(), 0) };
+        let address = socket.local_addr().unwrap();
+        let mut waiting = Vec::new();
+        let late = loop {
+            match Stream::connect_tcp(&address, until(100)) {
+                Ok(stream) => waiting.push(stream),
+                Err(e) => break e,
+            }
+        };
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        wake.set();
+        let woken = Stream::connect_tcp(&address, until(20_000)).unwrap_err();
+        assert_eq!(woken.to_string(), "cancelled");
+    }
 
     #[test]
     fn a_full_backlog_is_waited_for_no_longer_than_was_said() {

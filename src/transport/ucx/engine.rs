@@ -7,9 +7,10 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::endpoint::{EndpointState, Peer, check_lengths};
 use super::flight::{Flight, Get, Region};
 use super::library::Library;
-use super::progress::{EndpointState, Order, Peer, Progress, Queue, Range, check_lengths, refuse};
+use super::progress::{Order, Progress, Queue, Range, refuse};
 use crate::bail;
 use crate::error::{Error, Result, Status};
 use crate::memory::{LeaseTable, Pool};

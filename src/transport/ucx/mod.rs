@@ -3,6 +3,7 @@
 //! [`Library`] is libucp, opened when it is first needed. `ucx_sys` holds the declarations of its
 //! calls, made by `scripts/ucx-bindings`.
 
+mod endpoint;
 mod engine;
 mod flight;
 mod library;

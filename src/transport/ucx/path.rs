@@ -6,9 +6,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::endpoint::EndpointState;
 use super::engine::Engine;
 use super::flight::{Flight, Get, LANDING_WORDS, Region};
-use super::progress::EndpointState;
 use crate::error::Result;
 use crate::memory::{LEASE_HEAD_BYTES, NONCE_BYTES};
 use crate::plan::Pattern;

@@ -4,30 +4,22 @@
 //! run too: without a card that reads memory by itself, UCX answers a peer's gets here.
 
 use std::any::Any;
-use std::collections::{BTreeMap, VecDeque};
-use std::ffi::c_void;
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, RawFd};
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::flight::{Batch, Flight, Get, Region};
+use super::endpoint::{Endpoint, Peer, Registered};
+use super::flight::{Flight, Get, Region};
 use super::library::{Library, set_up};
-use super::ucx_sys::{self as sys, ucs_status_ptr_t, ucs_status_t};
-use crate::bail;
-use crate::error::{Error, Result};
+use super::ucx_sys as sys;
+use crate::error::Result;
 use crate::runtime::{Bell, wait_readable};
 use crate::{err, observe};
 
-/// Bytes that UCX has of one endpoint at a time, as gets of the size of the next one, and between how
-/// many gets. More would only lie in its queues, where a cancel cannot take them back.
-const WINDOW_BYTES: u64 = 8 << 20;
-const WINDOW: std::ops::RangeInclusive<u64> = 8..=64;
-/// Bytes posted to one endpoint before orders are looked at again: where UCX reads the peer's memory
-/// through the kernel, posting is copying.
-const TURN_BYTES: u64 = 1 << 20;
 /// How long the end of the thread waits for the gets of endpoints that it has closed.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
@@ -38,46 +30,6 @@ pub struct Range {
     pub bytes: u64,
     /// Keeps the memory mapped while it is registered.
     pub owner: Arc<dyn Any + Send + Sync>,
-}
-
-/// What a caller knows of an endpoint.
-#[derive(Debug, Default)]
-pub struct EndpointState {
-    /// UCX's status once it has failed.
-    failed: AtomicI32,
-    closed: AtomicBool,
-}
-
-impl EndpointState {
-    /// Whether gets through it can still succeed.
-    pub fn is_open(&self) -> bool {
-        self.failed.load(Ordering::Acquire) == 0 && !self.closed.load(Ordering::Acquire)
-    }
-
-    /// Why gets through it fail.
-    pub fn why_closed(&self, ucx: &Library) -> Error {
-        match self.failed.load(Ordering::Acquire) {
-            0 => err!(
-                KVF_ERR_TRANSFER,
-                "the endpoint was closed: the peer did not answer in time, or was given up"
-            ),
-            status => err!(
-                KVF_ERR_TRANSFER,
-                "the endpoint failed: {}",
-                ucx.text(status as ucs_status_t)
-            ),
-        }
-    }
-}
-
-/// A peer to connect to.
-pub struct Peer {
-    pub id: u64,
-    /// For people.
-    pub name: String,
-    pub address: Vec<u8>,
-    pub keys: Vec<(Region, Vec<u8>)>,
-    pub state: Arc<EndpointState>,
 }
 
 pub enum Order {
@@ -136,26 +88,6 @@ impl Queue {
     pub fn is_closed(&self) -> bool {
         self.lock().closed
     }
-}
-
-struct Registered {
-    memh: sys::ucp_mem_h,
-    packed: Vec<u8>,
-    _owner: Arc<dyn Any + Send + Sync>,
-}
-
-struct Endpoint {
-    /// Null once it was closed.
-    ep: sys::ucp_ep_h,
-    name: String,
-    keys: BTreeMap<Region, sys::ucp_rkey_h>,
-    state: Arc<EndpointState>,
-    waiting: VecDeque<(Arc<Batch>, std::vec::IntoIter<Get>)>,
-    /// Batches that UCX has gets of.
-    live: Vec<Arc<Batch>>,
-    posted: Arc<AtomicUsize>,
-    /// What the forced close is waited for with.
-    closing: ucs_status_ptr_t,
 }
 
 /// The thread's own.
@@ -352,56 +284,12 @@ impl Progress {
     }
 
     fn connect(&mut self, peer: Peer) -> Result<()> {
-        let ucx = self.ucx;
-        // SAFETY: every field may be zero.
-        let mut params: sys::ucp_ep_params_t = unsafe { std::mem::zeroed() };
-        params.field_mask = u64::from(
-            sys::UCP_EP_PARAM_FIELD_REMOTE_ADDRESS
-                | sys::UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE
-                | sys::UCP_EP_PARAM_FIELD_ERR_HANDLER,
-        );
-        // UCX reads neither an address nor a key by its length; zeros behind it end a wrong one.
-        let padded = |bytes: &[u8]| [bytes, &[0; 1024]].concat();
-        let address = padded(&peer.address);
-        params.address = address.as_ptr().cast();
-        params.err_mode = sys::UCP_ERR_HANDLING_MODE_PEER;
-        params.err_handler.cb = Some(endpoint_failed);
-        // The endpoint below keeps it until UCX has closed its own.
-        params.err_handler.arg = Arc::as_ptr(&peer.state).cast_mut().cast();
-        let mut endpoint = Endpoint {
-            ep: null_mut(),
-            name: peer.name,
-            keys: BTreeMap::new(),
-            state: peer.state,
-            waiting: VecDeque::new(),
-            live: Vec::new(),
-            posted: Arc::default(),
-            closing: null_mut(),
-        };
-        // SAFETY: the worker is open, the mask says which fields are there.
-        let status =
-            unsafe { ucx.ucp_ep_create(self.worker, &raw const params, &raw mut endpoint.ep) };
-        ucx.check(status, format_args!("connecting to {}", endpoint.name))?;
-        let mut unpacked = Ok(());
-        for (region, packed) in peer.keys {
-            let packed = padded(&packed);
-            let mut key = null_mut();
-            // SAFETY: the endpoint was just made; the buffer lives through the call.
-            let status = unsafe {
-                ucx.ucp_ep_rkey_unpack(endpoint.ep, packed.as_ptr().cast(), &raw mut key)
-            };
-            if let Err(e) = ucx.check(
-                status,
-                format_args!("the key of {region:?} of {}", endpoint.name),
-            ) {
-                unpacked = Err(e);
-                break;
-            }
-            endpoint.keys.insert(region, key);
-        }
-        self.endpoints.insert(peer.id, endpoint);
+        let id = peer.id;
+        let (mut endpoint, keys) = Endpoint::open(self.ucx, self.worker, peer)?;
+        let unpacked = endpoint.unpack(self.ucx, keys);
+        self.endpoints.insert(id, endpoint);
         if unpacked.is_err() {
-            self.close(peer.id);
+            self.close(id);
         }
         unpacked
     }
@@ -409,8 +297,7 @@ impl Progress {
     fn read(&mut self, id: u64, flight: &Arc<Flight>, gets: Vec<Get>) {
         match self.endpoints.get_mut(&id) {
             Some(endpoint) if endpoint.state.is_open() => {
-                let batch = Batch::new(self.ucx, flight, &gets, endpoint.posted.clone());
-                endpoint.waiting.push_back((batch, gets.into_iter()));
+                endpoint.push(self.ucx, flight, gets);
             }
             Some(endpoint) => {
                 flight.fail(endpoint.state.why_closed(self.ucx));
@@ -425,53 +312,15 @@ impl Progress {
 
     /// Gives UCX gets up to the window; true: some.
     fn post(&mut self) -> bool {
-        let mut some = false;
-        for endpoint in self.endpoints.values_mut() {
-            let mut bytes = 0;
-            while bytes < TURN_BYTES {
-                let Some((batch, gets)) = endpoint.waiting.front_mut() else {
-                    break;
-                };
-                let next = gets.as_slice().first().map_or(1, |get| get.bytes.max(1));
-                let window = (WINDOW_BYTES / next).clamp(*WINDOW.start(), *WINDOW.end());
-                if endpoint.posted.load(Ordering::Relaxed) as u64 >= window {
-                    break;
-                }
-                let next = if batch.flight.is_stopped() {
-                    None
-                } else {
-                    gets.next()
-                };
-                let Some(get) = next else {
-                    batch.over(gets.len());
-                    let batch = endpoint.waiting.pop_front();
-                    endpoint
-                        .live
-                        .extend(batch.map(|(batch, _)| batch).filter(|b| !b.is_over()));
-                    continue;
-                };
-                bytes += get.bytes;
-                let batch = batch.clone();
-                endpoint.post(self.ucx, &self.memory, &batch, get);
-                some = true;
-            }
-        }
-        some
+        let (ucx, memory) = (self.ucx, &self.memory);
+        let post = |some, endpoint: &mut Endpoint| endpoint.post_turn(ucx, memory) | some;
+        self.endpoints.values_mut().fold(false, post)
     }
 
     /// Closes what has failed, frees what has been closed.
     fn tidy(&mut self) {
         let ucx = self.ucx;
-        for endpoint in self.endpoints.values_mut() {
-            if !endpoint.live.is_empty() {
-                endpoint.live.retain(|batch| !batch.is_over());
-            }
-            if !endpoint.ep.is_null() && !endpoint.state.is_open() {
-                endpoint.close(ucx);
-            }
-        }
-        self.endpoints
-            .retain(|_, e| !(e.ep.is_null() && e.is_gone(ucx)));
+        self.endpoints.retain(|_, endpoint| !endpoint.tidy(ucx));
     }
 
     fn close(&mut self, id: u64) {
@@ -497,16 +346,10 @@ impl Progress {
         }
         self.destroy();
         // Without a worker nobody can end these any more, nor write their memory.
-        for endpoint in self.endpoints.values_mut() {
-            endpoint.state.closed.store(true, Ordering::Release);
-            endpoint.drop_waiting(&err!(KVF_ERR_TRANSFER, "ucx has been shut down"));
-            for batch in endpoint.live.drain(..) {
-                batch
-                    .flight
-                    .fail(err!(KVF_ERR_TRANSFER, "ucx has been shut down"));
-                batch.abandon();
-            }
-        }
+        let why = err!(KVF_ERR_TRANSFER, "ucx has been shut down");
+        self.endpoints
+            .values_mut()
+            .for_each(|endpoint| endpoint.abandon(&why));
         self.endpoints.clear();
         let left = {
             let mut orders = self.queue.lock();
@@ -556,177 +399,4 @@ pub fn refuse(order: Order) {
             flight.land(gets.len());
         }
     }
-}
-
-impl Endpoint {
-    fn post(
-        &mut self,
-        ucx: &Library,
-        memory: &BTreeMap<Region, Registered>,
-        batch: &Arc<Batch>,
-        get: Get,
-    ) {
-        let Some(key) = self.keys.get(&get.from) else {
-            batch.flight.fail(err!(
-                KVF_ERR_TRANSFER,
-                "the peer gave no key for {:?}",
-                get.from
-            ));
-            return batch.over(1);
-        };
-        // SAFETY: every field may be zero.
-        let mut params: sys::ucp_request_param_t = unsafe { std::mem::zeroed() };
-        params.op_attr_mask = sys::UCP_OP_ATTR_FIELD_CALLBACK
-            | sys::UCP_OP_ATTR_FIELD_USER_DATA
-            | sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-        params.cb.send = Some(get_ended);
-        params.user_data = Arc::into_raw(batch.clone()).cast_mut().cast();
-        params.memory_type = sys::UCS_MEMORY_TYPE_HOST;
-        if let Some(ours) = get.to.and_then(|region| memory.get(&region)) {
-            params.op_attr_mask |= sys::UCP_OP_ATTR_FIELD_MEMH;
-            params.memh = ours.memh;
-        }
-        batch.posted();
-        // SAFETY: endpoint and key are open; the worker that made the get keeps the local memory
-        // until its batch is over, which is after UCX has called `get_ended` or failed here.
-        let request = unsafe {
-            ucx.ucp_get_nbx(
-                self.ep,
-                get.local.cast(),
-                get.bytes as usize,
-                get.remote,
-                *key,
-                &raw const params,
-            )
-        };
-        let status = match request.addr() as isize {
-            0 => sys::UCS_OK,
-            // As UCS_PTR_IS_ERR: the last hundred addresses are statuses.
-            error @ -100..0 => error as ucs_status_t,
-            _ => return, // `get_ended` will be called
-        };
-        // SAFETY: UCX did not take it.
-        drop(unsafe { Arc::from_raw(params.user_data.cast::<Batch>().cast_const()) });
-        if status != sys::UCS_OK {
-            batch.flight.fail(err!(
-                KVF_ERR_TRANSFER,
-                "a get of {} bytes: {}",
-                get.bytes,
-                ucx.text(status)
-            ));
-        }
-        batch.returned();
-    }
-
-    /// Drops the gets of stopped flights that UCX does not have yet.
-    fn sweep(&mut self) {
-        let live = &mut self.live;
-        self.waiting.retain(|(batch, gets)| {
-            let keep = !batch.flight.is_stopped();
-            if !keep {
-                batch.over(gets.len());
-                if !batch.is_over() {
-                    live.push(batch.clone());
-                }
-            }
-            keep
-        });
-    }
-
-    fn drop_waiting(&mut self, why: &Error) {
-        for (batch, _) in &self.waiting {
-            batch.flight.fail(why.clone());
-        }
-        self.sweep();
-    }
-
-    /// Forced: nothing is flushed, and what UCX has ends with an error.
-    fn close(&mut self, ucx: &Library) {
-        self.state.closed.store(true, Ordering::Release);
-        let why = self.state.why_closed(ucx);
-        self.drop_waiting(&why);
-        if self.ep.is_null() {
-            return;
-        }
-        for batch in &self.live {
-            batch.flight.fail(why.clone());
-        }
-        // SAFETY: every field may be zero.
-        let mut params: sys::ucp_request_param_t = unsafe { std::mem::zeroed() };
-        params.op_attr_mask = sys::UCP_OP_ATTR_FIELD_FLAGS;
-        params.flags = sys::UCP_EP_CLOSE_FLAG_FORCE;
-        // SAFETY: the endpoint is open and not used for anything else any more.
-        let request = unsafe { ucx.ucp_ep_close_nbx(self.ep, &raw const params) };
-        self.ep = null_mut();
-        if !(-100..=0).contains(&(request.addr() as isize)) {
-            self.closing = request;
-        }
-    }
-
-    /// Whether a closed endpoint has no get and no close in progress; frees what it had.
-    fn is_gone(&mut self, ucx: &Library) -> bool {
-        if !self.closing.is_null() {
-            // SAFETY: the request is ours until it is freed here.
-            unsafe {
-                if ucx.ucp_request_check_status(self.closing) == sys::UCS_INPROGRESS {
-                    return false;
-                }
-                ucx.ucp_request_free(self.closing);
-            }
-            self.closing = null_mut();
-        }
-        if self.posted.load(Ordering::Relaxed) > 0 {
-            return false;
-        }
-        for (_, key) in std::mem::take(&mut self.keys) {
-            // SAFETY: unpacked for this endpoint, and no get uses it any more.
-            unsafe { ucx.ucp_rkey_destroy(key) };
-        }
-        true
-    }
-}
-
-/// UCX's call when a peer has failed. The endpoint is closed later: not from inside a callback.
-unsafe extern "C" fn endpoint_failed(arg: *mut c_void, _: sys::ucp_ep_h, status: ucs_status_t) {
-    // SAFETY: `Endpoint` keeps its state until UCX has closed the endpoint.
-    let state = unsafe { &*arg.cast::<EndpointState>() };
-    state.failed.store(i32::from(status), Ordering::Release);
-}
-
-/// UCX's call when a get that it took is over.
-unsafe extern "C" fn get_ended(request: *mut c_void, status: ucs_status_t, batch: *mut c_void) {
-    // SAFETY: `post` made it from an Arc, once for each get.
-    let batch = unsafe { Arc::from_raw(batch.cast::<Batch>().cast_const()) };
-    let ucx = batch.ucx;
-    if status != sys::UCS_OK {
-        batch
-            .flight
-            .fail(err!(KVF_ERR_TRANSFER, "a get: {}", ucx.text(status)));
-    }
-    batch.returned();
-    // SAFETY: UCX allows it inside the callback, and nobody else has the request.
-    unsafe { ucx.ucp_request_free(request) };
-}
-
-/// Refuses what no UCX would send: UCX itself does not check lengths.
-pub fn check_lengths(address: &[u8], keys: &[(Region, Vec<u8>)]) -> Result<()> {
-    const MAX_ADDRESS: usize = 64 << 10;
-    const MAX_KEY: usize = 4 << 10;
-    if address.is_empty() || address.len() > MAX_ADDRESS {
-        bail!(
-            KVF_ERR_PROTOCOL,
-            "a UCX address of {} bytes; 1 to {MAX_ADDRESS} are accepted",
-            address.len()
-        );
-    }
-    for (region, key) in keys {
-        if key.is_empty() || key.len() > MAX_KEY {
-            bail!(
-                KVF_ERR_PROTOCOL,
-                "a UCX key of {} bytes for {region:?}; 1 to {MAX_KEY} are accepted",
-                key.len()
-            );
-        }
-    }
-    Ok(())
 }
