@@ -54,6 +54,8 @@ pub(super) enum Command {
     Stuck(u64, usize, End),
     /// Nothing here maps the agent's pool any more.
     Unmapped(Incarnation, u32),
+    /// The process of an agent that may have had pools of ours mapped has ended.
+    HolderEnded(Incarnation),
     /// Pools or the agent may have become idle.
     Idle,
     Group(super::group::Order),
@@ -158,6 +160,8 @@ pub(super) struct Control {
     pub offers: Offers,
     pub groups: Groups,
     pub gates: Gates,
+    /// What hears of the ends of processes that may have device pools mapped.
+    pub holders: HashMap<Incarnation, tokio::task::AbortHandle>,
     pub drains: Vec<(Now, oneshot::Sender<bool>)>,
     pub stopping: Option<oneshot::Sender<()>>,
 }
@@ -197,6 +201,7 @@ impl Control {
             offers: Offers::default(),
             groups: Groups::default(),
             gates: Gates::default(),
+            holders: HashMap::new(),
             drains: Vec::new(),
             stopping: None,
         };
@@ -299,6 +304,7 @@ impl Control {
             Command::UnregisterPool(pool, deadline, user_data) => {
                 self.unregister_pool(pool, deadline, user_data);
             }
+            Command::HolderEnded(agent) => self.holder_ended(agent),
             Command::Idle => {
                 self.release_pools();
                 self.check_drains();

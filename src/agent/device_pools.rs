@@ -1,6 +1,7 @@
 //! Pools of device memory: registering, offering to readers in other processes, taking back.
 
 use std::collections::BTreeMap;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use super::control::{Command, Control};
@@ -118,10 +119,14 @@ pub(super) struct Exported {
 impl PoolEntry {
     /// Whether another process may have the memory mapped.
     pub fn is_held(&mut self) -> bool {
-        self.exported
-            .holders
-            .retain(|_, process| process.is_alive());
+        self.drop_dead_holders();
         !self.exported.holders.is_empty() && !fault::deviates("cuda_no_unmap_wait")
+    }
+
+    /// Lets go of processes that have ended, each of which costs a descriptor.
+    pub fn drop_dead_holders(&mut self) {
+        let holders = &mut self.exported.holders;
+        holders.retain(|_, process| process.is_alive());
     }
 
     /// What is told to a reader; with a process, it may map the memory from now on.
@@ -130,6 +135,8 @@ impl PoolEntry {
         agent: Incarnation,
         process: Option<&Arc<PeerProcess>>,
     ) -> Option<wire::DeviceMemory> {
+        // Also those that were lost while they lived and have ended since.
+        self.drop_dead_holders();
         let memory = self.exported.memory.as_ref()?;
         let offset = (self.pool.base() as u64).saturating_sub(memory.allocation);
         let (handle, reason) = match (&memory.export, process) {
@@ -151,6 +158,42 @@ impl PoolEntry {
 }
 
 impl Control {
+    /// Hears of the end of a process that may have pools mapped: also after its agent was lost, since
+    /// a process that is only silent still has them.
+    pub fn watch_holder(&mut self, agent: Incarnation, process: &PeerProcess) {
+        // Without a descriptor the pools are released at the latest with the next reader.
+        let Ok(pidfd) = process.as_fd().try_clone_to_owned() else {
+            return;
+        };
+        let commands = self.shared.commands.clone();
+        let task = tokio::spawn(async move {
+            if crate::runtime::readable(pidfd).await.is_ok() {
+                let _ = commands.send(Command::HolderEnded(agent));
+            }
+        });
+        if let Some(before) = self.holders.insert(agent, task.abort_handle()) {
+            before.abort();
+        }
+    }
+
+    /// An agent was lost. What it has mapped it may have until its process ends.
+    pub fn holder_lost(&mut self, agent: Incarnation) {
+        let mut state = self.shared.lock();
+        state.pools.drop_dead_holders();
+        if !state.pools.are_held_by(agent)
+            && let Some(watcher) = self.holders.remove(&agent)
+        {
+            watcher.abort();
+        }
+    }
+
+    /// A process that may have had pools mapped has ended.
+    pub fn holder_ended(&mut self, agent: Incarnation) {
+        self.holders.remove(&agent);
+        self.shared.lock().pools.drop_dead_holders();
+        self.release_pools();
+    }
+
     /// Asks the readers of these pools to unmap them.
     pub fn ask_to_unmap(&self, asked: Vec<(Incarnation, u32)>) {
         for (agent, pool) in asked {

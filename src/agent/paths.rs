@@ -104,6 +104,11 @@ impl Control {
             });
             fds.extend(fd);
         });
+        let mapped = |pool: &wire::PoolMemory| {
+            let device = pool.device.as_ref();
+            device.is_some_and(|device| !device.handle.is_empty())
+        };
+        let holder = process.filter(|_| pools.iter().any(mapped));
         let memory = wire::Memory {
             pools,
             nonce: leases.nonce().to_vec(),
@@ -114,6 +119,9 @@ impl Control {
             ucx,
         };
         link.send_with(Body::Memory(memory), fds);
+        if let Some(process) = holder {
+            self.watch_holder(agent, &process);
+        }
     }
 
     /// A source's memory came: map it on a worker, since populating takes its time.

@@ -141,6 +141,19 @@ impl Pools {
         Some(holders.copied().collect())
     }
 
+    /// Lets go of readers whose processes have ended.
+    pub fn drop_dead_holders(&mut self) {
+        self.by_id
+            .values_mut()
+            .for_each(PoolEntry::drop_dead_holders);
+    }
+
+    /// Whether this reader may have a pool mapped.
+    pub fn are_held_by(&self, agent: Incarnation) -> bool {
+        let mut pools = self.by_id.values();
+        pools.any(|entry| entry.exported.holders.contains_key(&agent))
+    }
+
     /// "May be freed now" is said: its addresses may be registered again. The entry if nobody can
     /// ask for it any more, to be dropped outside of the lock, since that may unmap.
     #[must_use = "dropped outside of the lock"]

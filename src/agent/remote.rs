@@ -354,6 +354,7 @@ impl Control {
         self.sources_lost(agent, &end);
         self.readers_lost(agent, &end);
         self.shared.data.drop_agent(agent);
+        self.holder_lost(agent);
         self.drop_notices(agent);
         self.drop_pushes_to(agent, &end);
         self.group_lost(agent, &end);
