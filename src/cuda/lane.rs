@@ -18,7 +18,7 @@ use super::{Context, Driver};
 use crate::error::Result;
 use crate::observe::fault;
 
-/// Axes of a [`Copy`].
+/// Axes of a [`struct@Copy`].
 pub const MAX_DIMS: usize = 5;
 
 /// One axis: `count` repetitions, so many bytes apart on either side.

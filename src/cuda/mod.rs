@@ -4,7 +4,7 @@
 //! * [`DeviceMemory`]: what the driver knows about a pointer that the engine gave us.
 //! * [`CallerStream`], [`Gate`]: waiting for work that the engine has enqueued.
 //! * [`Devices`], [`Lane`]: an agent's own streams and pinned buffers, and copies on them.
-//! * [`Words`]: what engine streams wait for in `kvf_transfer_stream_wait`.
+//! * [`Word`]: what engine streams wait for in `kvf_transfer_stream_wait`.
 //! * [`kernel`]: any number of strided copies in one launch.
 //! * [`Mapping`]: a peer's allocation, opened through CUDA IPC.
 //!
