@@ -1,4 +1,5 @@
-//! A peer's endpoint on the progress thread: its gets wait here, are posted within a window, and end.
+//! A peer's endpoint on the progress thread: messages go out, gets wait here, are posted within a
+//! window, and end.
 
 use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
@@ -7,8 +8,9 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 
-use super::flight::{Batch, Flight, Get, Region};
+use super::am::Message;
 use super::library::Library;
+use super::rma::{Batch, Flight, Get, Region};
 use super::ucx_sys::{self as sys, ucs_status_ptr_t, ucs_status_t};
 use crate::bail;
 use crate::err;
@@ -63,6 +65,8 @@ pub struct Peer {
     pub address: Vec<u8>,
     pub keys: Keys,
     pub state: Arc<EndpointState>,
+    /// Hears of its end, on the progress thread.
+    pub closed: Box<dyn FnOnce(&Error) + Send>,
 }
 
 /// A range of ours that UCX knows.
@@ -85,6 +89,7 @@ pub struct Endpoint {
     pub posted: Arc<AtomicUsize>,
     /// What the forced close is waited for with.
     closing: ucs_status_ptr_t,
+    closed: Option<Box<dyn FnOnce(&Error) + Send>>,
 }
 
 impl Endpoint {
@@ -112,6 +117,7 @@ impl Endpoint {
             live: Vec::new(),
             posted: Arc::default(),
             closing: null_mut(),
+            closed: Some(peer.closed),
         };
         // SAFETY: the worker is open, the mask says which fields are there.
         let status = unsafe { ucx.ucp_ep_create(worker, &raw const params, &raw mut endpoint.ep) };
@@ -134,6 +140,26 @@ impl Endpoint {
             self.keys.insert(region, key);
         }
         Ok(())
+    }
+
+    /// Sends a message, in order with the others.
+    pub fn send(&mut self, ucx: &'static Library, message: Box<Message>) {
+        if self.ep.is_null() {
+            return message.over();
+        }
+        // SAFETY: the endpoint is open.
+        if let Err(status) = unsafe { message.post(ucx, self.ep, &self.posted) } {
+            // The rest would come out of order; it is closed in the next `tidy`.
+            self.state
+                .failed
+                .store(i32::from(status), Ordering::Release);
+        }
+    }
+
+    fn tell_closed(&mut self, why: &Error) {
+        if let Some(closed) = self.closed.take() {
+            closed(why);
+        }
     }
 
     /// Takes gets on.
@@ -183,6 +209,7 @@ impl Endpoint {
     /// UCX is gone: whatever is left has ended.
     pub fn abandon(&mut self, why: &Error) {
         self.state.closed.store(true, Ordering::Release);
+        self.tell_closed(why);
         self.drop_waiting(why);
         for batch in self.live.drain(..) {
             batch.flight.fail(why.clone());
@@ -275,6 +302,7 @@ impl Endpoint {
     pub fn close(&mut self, ucx: &Library) {
         self.state.closed.store(true, Ordering::Release);
         let why = self.state.why_closed(ucx);
+        self.tell_closed(&why);
         self.drop_waiting(&why);
         if self.ep.is_null() {
             return;

@@ -1,20 +1,21 @@
 //! The progress thread: alone it calls UCX, whose objects may not be used by two threads at once.
 //!
-//! It sleeps until UCX's descriptor or the bell of the order queue is readable. As a source it must
-//! run too: without a card that reads memory by itself, UCX answers a peer's gets here.
+//! It sleeps until UCX's descriptor or the bell of the order queue is readable. What comes in is handed
+//! on from UCX's callbacks ([`Incoming`]).
 
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, RawFd};
 use std::ptr::null_mut;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::endpoint::{Endpoint, Peer, Registered};
-use super::flight::{Flight, Get, Region};
+use super::am::{Connection, Incoming, KEY_BYTES, Message};
+use super::endpoint::{Endpoint, Peer, Registered, check_lengths};
 use super::library::{Library, set_up};
+use super::rma::{Flight, Get, Region};
 use super::ucx_sys as sys;
 use crate::error::Result;
 use crate::runtime::{Bell, wait_readable};
@@ -38,6 +39,9 @@ pub enum Order {
     Unregister(Region, Box<dyn FnOnce() + Send>),
     Connect(Peer, SyncSender<Result<()>>),
     Read(u64, Arc<Flight>, Vec<Get>),
+    Send(u64, Box<Message>),
+    /// A reader with this token and endpoint is served no more.
+    Disconnect([u8; KEY_BYTES], u64),
     /// Flights were stopped: look at all of them.
     Sweep,
     /// Force-closes an endpoint: its gets end with errors, and it takes no more.
@@ -79,9 +83,12 @@ impl Queue {
         if orders.closed {
             return Some(order);
         }
+        let first = orders.list.is_empty();
         orders.list.push(order);
         drop(orders);
-        self.bell.ring();
+        if first {
+            self.bell.ring(); // for the others it has rung
+        }
         None
     }
 
@@ -97,6 +104,8 @@ pub struct Progress {
     worker: sys::ucp_worker_h,
     efd: RawFd,
     queue: Arc<Queue>,
+    incoming: Arc<Incoming>,
+    next_endpoint: Arc<AtomicU64>,
     spin: Duration,
     memory: BTreeMap<Region, Registered>,
     endpoints: BTreeMap<u64, Endpoint>,
@@ -108,17 +117,22 @@ impl Progress {
     /// UCX's context and worker, on the calling thread; the worker's address.
     pub fn new(
         ucx: &'static Library,
+        features: sys::ucp_feature,
         options: &[(&str, &str)],
         queue: Arc<Queue>,
+        incoming: Arc<Incoming>,
+        next_endpoint: Arc<AtomicU64>,
         spin: Duration,
     ) -> Result<(Self, Vec<u8>)> {
-        let context = ucx.context(options)?;
+        let context = ucx.context(features, options)?;
         let mut progress = Self {
             ucx,
             context,
             worker: null_mut(),
             efd: -1,
             queue,
+            incoming,
+            next_endpoint,
             spin,
             memory: BTreeMap::new(),
             endpoints: BTreeMap::new(),
@@ -144,6 +158,7 @@ impl Progress {
         // SAFETY: the worker is open; the descriptor stays UCX's.
         let status = unsafe { ucx.ucp_worker_get_efd(self.worker, &raw mut self.efd) };
         ucx.check(status, "ucp_worker_get_efd")?;
+        self.incoming.listen(ucx, self.worker)?;
         let (mut address, mut len) = (null_mut(), 0);
         // SAFETY: the worker is open; the buffer is copied and given back.
         unsafe {
@@ -167,10 +182,12 @@ impl Progress {
                 }
                 moved = true;
             }
+            self.greet();
             self.tidy();
             if moved {
                 busy_since = Instant::now();
-            } else if !self.spin.is_zero() && self.has_gets() && busy_since.elapsed() < self.spin {
+            } else if !self.spin.is_zero() && self.is_awaiting() && busy_since.elapsed() < self.spin
+            {
                 std::hint::spin_loop();
             } else if !self.sleep() {
                 return;
@@ -193,9 +210,34 @@ impl Progress {
         waited.is_ok()
     }
 
-    fn has_gets(&self) -> bool {
+    fn is_awaiting(&self) -> bool {
         let posted = |e: &Endpoint| e.posted.load(Ordering::Relaxed) > 0;
-        self.endpoints.values().any(posted)
+        self.incoming.is_awaiting() || self.endpoints.values().any(posted)
+    }
+
+    /// Lets readers in whose hellos have come.
+    fn greet(&mut self) {
+        for hello in self.incoming.take_hellos() {
+            let id = self.next_endpoint.fetch_add(1, Ordering::Relaxed);
+            let connection = Arc::new(Connection::new(&hello, id, self.queue.clone()));
+            if let Err(e) = self.let_in(&connection, hello.address) {
+                connection.end(e.text);
+            }
+        }
+    }
+
+    fn let_in(&mut self, connection: &Arc<Connection>, address: Vec<u8>) -> Result<()> {
+        check_lengths(&address, &[])?;
+        let name = self.incoming.connect(connection)?;
+        let served = connection.clone();
+        self.connect(Peer {
+            id: connection.endpoint,
+            name,
+            address,
+            keys: Vec::new(),
+            state: Arc::default(),
+            closed: Box::new(move |e| served.end(e.text.clone())),
+        })
     }
 
     /// True: the thread is to end.
@@ -215,6 +257,14 @@ impl Progress {
                     let _ = reply.send(self.connect(peer));
                 }
                 Order::Read(id, flight, gets) => self.read(id, &flight, gets),
+                Order::Send(id, message) => match self.endpoints.get_mut(&id) {
+                    Some(endpoint) => endpoint.send(self.ucx, message),
+                    None => message.over(),
+                },
+                Order::Disconnect(token, endpoint) => {
+                    self.incoming.disconnect(&token);
+                    self.close(endpoint);
+                }
                 Order::Sweep => self.endpoints.values_mut().for_each(Endpoint::sweep),
                 Order::Close(id) => self.close(id),
                 Order::End(done) => {
@@ -351,6 +401,7 @@ impl Progress {
             .values_mut()
             .for_each(|endpoint| endpoint.abandon(&why));
         self.endpoints.clear();
+        self.incoming.end(&why);
         let left = {
             let mut orders = self.queue.lock();
             orders.closed = true;
@@ -387,7 +438,12 @@ impl Drop for Progress {
 pub fn refuse(order: Order) {
     match order {
         // Dropping the sender tells who waits.
-        Order::Register(..) | Order::Connect(..) | Order::Sweep | Order::Close(_) => {}
+        Order::Register(..)
+        | Order::Connect(..)
+        | Order::Sweep
+        | Order::Disconnect(..)
+        | Order::Close(_) => {}
+        Order::Send(_, message) => message.over(),
         Order::Unregister(_, done) => done(),
         Order::End(done) => {
             if let Some(done) = done {
