@@ -78,7 +78,6 @@ struct Inner {
 /// A connection that is served.
 struct Open {
     of: Incarnation,
-    over_ucx: bool,
     /// Ends it.
     end: Box<dyn Fn() + Send>,
 }
@@ -90,6 +89,13 @@ impl DataConnections {
             return Vec::new(); // without one no data connection is let in
         };
         let mut inner = lock(&self.inner);
+        // Answers to two requests may cross: the reader may use either.
+        let known = inner.tokens.iter().find(|(_, reader)| {
+            reader.agent == agent && reader.index == index && Arc::ptr_eq(&reader.engine, engine)
+        });
+        if let Some((token, _)) = known {
+            return token.to_vec();
+        }
         inner.tokens.retain(|_, reader| reader.agent != agent);
         let engine = engine.clone();
         inner.tokens.insert(
@@ -167,7 +173,7 @@ pub(super) fn admit(
 }
 
 /// Notes a connection of the reader that has the token; `agent`: who it must be; `None` over UCX,
-/// where the token alone says so, and where a reader has one connection.
+/// where the token alone says so.
 fn register(
     shared: &Shared,
     token: [u8; 16],
@@ -184,15 +190,8 @@ fn register(
     }
     inner.next += 1;
     let number = inner.next;
-    let over_ucx = agent.is_none();
     let of = reader.agent;
-    let earlier = |open: &&Open| over_ucx && open.over_ucx && open.of == of;
-    inner
-        .open
-        .values()
-        .filter(earlier)
-        .for_each(|open| (open.end)());
-    inner.open.insert(number, Open { of, over_ucx, end });
+    inner.open.insert(number, Open { of, end });
     inner.threads.retain(|thread| !thread.is_finished());
     Ok((reader, number))
 }
@@ -240,22 +239,37 @@ fn serve_on_thread(
 /// Lets in readers that come over UCX; what they send is for UCX's thread, which may outlive the agent.
 pub(super) struct OverUcx(pub Weak<Shared>);
 
+impl OverUcx {
+    fn agent(&self) -> Result<Arc<Shared>> {
+        match self.0.upgrade() {
+            Some(shared) => Ok(shared),
+            None => bail!(KVF_ERR_CANCELLED, "the agent has ended"),
+        }
+    }
+}
+
 impl ucx::Accept for OverUcx {
-    fn accept(&self, connection: &Arc<ucx::Connection>) -> Result<String> {
-        let Some(shared) = self.0.upgrade() else {
-            bail!(KVF_ERR_CANCELLED, "the agent has ended");
+    fn admits(&self, token: &[u8; 16]) -> Result<String> {
+        let shared = self.agent()?;
+        let inner = lock(&shared.data.inner);
+        let Some(reader) = inner.tokens.get(token) else {
+            shared.metrics.refused("data");
+            bail!(KVF_ERR_AUTH, "a data connection without a valid token");
         };
+        let name = &reader.engine.ranks[reader.index].name;
+        Ok(format!("agent {name}"))
+    }
+
+    fn accept(&self, connection: &Arc<ucx::Connection>) -> Result<()> {
+        let shared = self.agent()?;
         let ended = connection.clone();
         let end = Box::new(move || ended.end("the agent ends it".into()));
-        let registered = register(&shared, connection.token, None, end);
-        let (reader, number) = registered.inspect_err(|_| shared.metrics.refused("data"))?;
-        let name = reader.engine.ranks[reader.index].name.clone();
+        let (reader, number) = register(&shared, connection.token, None, end)?;
         let served = connection.clone();
         serve_on_thread(&shared, reader, number, move |source, limits| {
             let nonce = source.shared.leases.nonce();
             served.serve(&nonce, source, limits)
-        })?;
-        Ok(format!("agent {name}"))
+        })
     }
 
     fn dropped(&self, why: &'static str) {

@@ -9,7 +9,7 @@ use super::lock;
 use super::metadata::{RankInfo, incarnation};
 use super::paths::allowed;
 use super::serving::OverUcx;
-use super::shared::{Shared, random};
+use super::shared::Shared;
 use crate::bail;
 use crate::error::Result;
 use crate::memory::Pool;
@@ -222,7 +222,6 @@ pub(super) fn path(
             name,
             address: announced.address.clone(),
             token: incarnation(&memory.token)?.0,
-            secret: random()?,
             pools: memory.pools.iter().map(|p| (p.id, p.bytes)).collect(),
             nonce,
         };

@@ -33,12 +33,12 @@ pub struct EndpointState {
 }
 
 impl EndpointState {
-    /// Whether gets through it can still succeed.
+    /// Whether anything through it can still succeed.
     pub fn is_open(&self) -> bool {
         self.failed.load(Ordering::Acquire) == 0 && !self.closed.load(Ordering::Acquire)
     }
 
-    /// Why gets through it fail.
+    /// Why what goes through it fails.
     pub fn why_closed(&self, ucx: &Library) -> Error {
         match self.failed.load(Ordering::Acquire) {
             0 => err!(
@@ -57,16 +57,15 @@ impl EndpointState {
 /// Packed keys of a peer's ranges.
 pub type Keys = Vec<(Region, Vec<u8>)>;
 
+/// Called with the reason when an endpoint has ended.
+pub type OnClosed = Box<dyn FnOnce(&Error) + Send>;
+
 /// A peer to connect to.
 pub struct Peer {
-    pub id: u64,
     /// For people.
     pub name: String,
     pub address: Vec<u8>,
     pub keys: Keys,
-    pub state: Arc<EndpointState>,
-    /// Hears of its end, on the progress thread.
-    pub closed: Box<dyn FnOnce(&Error) + Send>,
 }
 
 /// A range of ours that UCX knows.
@@ -81,6 +80,7 @@ pub struct Endpoint {
     /// Null once it was closed.
     ep: sys::ucp_ep_h,
     name: String,
+    pub address: Vec<u8>,
     keys: BTreeMap<Region, sys::ucp_rkey_h>,
     pub state: Arc<EndpointState>,
     waiting: VecDeque<(Arc<Batch>, std::vec::IntoIter<Get>)>,
@@ -89,12 +89,18 @@ pub struct Endpoint {
     pub posted: Arc<AtomicUsize>,
     /// What the forced close is waited for with.
     closing: ucs_status_ptr_t,
-    closed: Option<Box<dyn FnOnce(&Error) + Send>>,
+    closed: Option<OnClosed>,
 }
 
 impl Endpoint {
     /// Connects; nothing is sent before the first get. The keys are for [`Self::unpack`].
-    pub fn open(ucx: &Library, worker: sys::ucp_worker_h, peer: Peer) -> Result<(Self, Keys)> {
+    pub fn open(
+        ucx: &Library,
+        worker: sys::ucp_worker_h,
+        peer: Peer,
+        closed: OnClosed,
+    ) -> Result<(Self, Keys)> {
+        let state = Arc::<EndpointState>::default();
         // SAFETY: every field may be zero.
         let mut params: sys::ucp_ep_params_t = unsafe { std::mem::zeroed() };
         params.field_mask = u64::from(
@@ -107,17 +113,18 @@ impl Endpoint {
         params.err_mode = sys::UCP_ERR_HANDLING_MODE_PEER;
         params.err_handler.cb = Some(endpoint_failed);
         // The endpoint below keeps it until UCX has closed its own.
-        params.err_handler.arg = Arc::as_ptr(&peer.state).cast_mut().cast();
+        params.err_handler.arg = Arc::as_ptr(&state).cast_mut().cast();
         let mut endpoint = Endpoint {
             ep: null_mut(),
             name: peer.name,
+            address: peer.address,
             keys: BTreeMap::new(),
-            state: peer.state,
+            state,
             waiting: VecDeque::new(),
             live: Vec::new(),
             posted: Arc::default(),
             closing: null_mut(),
-            closed: Some(peer.closed),
+            closed: Some(closed),
         };
         // SAFETY: the worker is open, the mask says which fields are there.
         let status = unsafe { ucx.ucp_ep_create(worker, &raw const params, &raw mut endpoint.ep) };

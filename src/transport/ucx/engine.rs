@@ -2,7 +2,6 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -45,7 +44,6 @@ pub struct Engine {
     address: Vec<u8>,
     /// What was registered, with its packed key.
     keys: Mutex<BTreeMap<Region, Vec<u8>>>,
-    next_endpoint: Arc<AtomicU64>,
     incoming: Arc<Incoming>,
     gets: bool,
     patience: Duration,
@@ -65,20 +63,19 @@ impl Engine {
         let queue = Arc::new(queue);
         let (reply, answer) = sync_channel(1);
         let (own, spin) = (queue.clone(), config.spin);
-        let (incoming, next_endpoint) = (Arc::new(Incoming::new(accept)), Arc::default());
+        let incoming = Arc::new(Incoming::new(accept));
         let features = match config.gets {
             true => sys::UCP_FEATURE_AM | sys::UCP_FEATURE_RMA,
             false => sys::UCP_FEATURE_AM,
         };
-        let (gets, came, ids) = (config.gets, incoming.clone(), Arc::clone(&next_endpoint));
+        let (gets, came) = (config.gets, incoming.clone());
         // Also opens the library: on a thread that blocks all signals, as the threads that UCX may
         // start inherit.
         let (lanes, loopback) = (config.lanes, config.loopback);
         let thread = spawn(config.name, &config.affinity, move || {
             let begun = Library::get().and_then(|ucx| {
                 let options = options(ucx, lanes, loopback);
-                let (progress, address) =
-                    Progress::new(ucx, features, &options, own, came, ids, spin)?;
+                let (progress, address) = Progress::new(ucx, features, &options, own, came, spin)?;
                 Ok((ucx, progress, address))
             });
             let mut progress = match begun {
@@ -113,7 +110,6 @@ impl Engine {
             thread: Mutex::new(Some(thread)),
             address,
             keys: Mutex::default(),
-            next_endpoint,
             incoming,
             gets,
             patience: config.patience,
@@ -221,20 +217,14 @@ impl Engine {
         keys: Vec<(Region, Vec<u8>)>,
     ) -> Result<(u64, Arc<EndpointState>)> {
         check_lengths(&address, &keys)?;
-        let id = self.next_endpoint.fetch_add(1, Ordering::Relaxed);
-        let (state, incoming) = (Arc::<EndpointState>::default(), self.incoming.clone());
         let peer = Peer {
-            id,
             name,
             address,
             keys,
-            state: state.clone(),
-            closed: Box::new(move |e| incoming.fail_endpoint(id, e)),
         };
         let (reply, answer) = sync_channel(1);
         self.order(Order::Connect(peer, reply))?;
-        self.answer(&answer)?;
-        Ok((id, state))
+        self.answer(&answer)
     }
 
     /// Hands gets over; their end is told by the flight.

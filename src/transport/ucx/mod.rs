@@ -11,6 +11,7 @@ mod progress;
 mod rma;
 mod signals;
 mod ucx_sys;
+mod workers;
 
 pub use am::{Accept, Connection, MessagePath, MessageSource};
 pub use engine::{Config, Engine, hardware_rma, has_card};

@@ -77,7 +77,11 @@ fn signal_handlers_of_the_process_stay_as_they_are() {
 pub struct Nobody;
 
 impl Accept for Nobody {
-    fn accept(&self, _: &Arc<Connection>) -> Result<String> {
+    fn admits(&self, _: &[u8; 16]) -> Result<String> {
+        bail!(KVF_ERR_AUTH, "nobody is let in");
+    }
+
+    fn accept(&self, _: &Arc<Connection>) -> Result<()> {
         bail!(KVF_ERR_AUTH, "nobody is let in");
     }
 

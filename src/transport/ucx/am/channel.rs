@@ -19,7 +19,7 @@ use crate::transport::pieces::{MAX_TEXT, Ranges, Walk, refusal};
 pub struct Channel {
     pub number: u64,
     pub endpoint: u64,
-    secret: [u8; KEY_BYTES],
+    pub secret: [u8; KEY_BYTES],
     bell: Bell,
     /// Batches that are in place.
     done: AtomicU64,

@@ -8,7 +8,7 @@ use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::message::{HEAD_BYTES, Head, Kind, Message};
+use super::message::{END, Head, Kind, Message};
 use super::{KEY_BYTES, MESSAGE_BYTES};
 use crate::error::Result;
 use crate::transport::pieces::{self, Carrier, Ranges, Serving, Source, Walk};
@@ -24,7 +24,8 @@ const MAX_WAITING: usize = 4 * MAX_FRAME;
 pub struct Connection {
     /// What it showed.
     pub token: [u8; KEY_BYTES],
-    secret: [u8; KEY_BYTES],
+    /// What answers begin with.
+    pub(super) secret: [u8; KEY_BYTES],
     /// Of its hello.
     job: u64,
     pub(in crate::transport::ucx) endpoint: u64,
@@ -38,7 +39,8 @@ struct State {
     asks: VecDeque<Vec<u8>>,
     waiting: usize,
     on_their_way: usize,
-    spare: Vec<Box<Message>>,
+    /// Buffers for more.
+    spare: Vec<Vec<u8>>,
     ended: Option<String>,
 }
 
@@ -81,10 +83,10 @@ impl Connection {
     }
 
     /// A message is with UCX no more.
-    pub(super) fn sent(&self, message: Box<Message>) {
+    pub(super) fn sent(&self, buffer: Vec<u8>) {
         let mut state = self.state();
         state.on_their_way -= 1;
-        state.spare.push(message);
+        state.spare.push(buffer);
         self.changed.notify_all();
     }
 
@@ -117,11 +119,18 @@ impl Connection {
             .map_err(|e| crate::err!(KVF_ERR_PEER_LOST, "data connection: {e}"))
             .and_then(|()| pieces::serve(&server, source, limits.stall));
         self.end("served".into());
-        let order = Order::Disconnect(self.token, self.endpoint);
+        // So that a reader that still lives need not find out by itself. It is lost with a reader that
+        // takes nothing any more.
+        let end = Message::new(Kind::Answer, &self.head(END, 0, true).encode(), Vec::new());
+        self.order(Order::Send(self.endpoint, end));
+        self.order(Order::Disconnect(self.clone()));
+        outcome
+    }
+
+    fn order(&self, order: Order) {
         if let Some(order) = self.queue.push(order) {
             refuse(order);
         }
-        outcome
     }
 
     fn head(&self, job: u64, offset: u64, last: bool) -> Head {
@@ -185,18 +194,13 @@ impl Server<'_> {
         let Some(spare) = room else {
             return Err(io::ErrorKind::TimedOut.into());
         };
-        let mut message =
-            spare.unwrap_or_else(|| Message::new(Kind::Answer, &[0; HEAD_BYTES], Vec::new()));
-        message.data.clear();
-        message.data.reserve(MESSAGE_BYTES);
-        let head = fill(&mut message.data);
-        message.head.clear();
-        message.head.extend_from_slice(&head.encode());
+        let mut data = spare.unwrap_or_default();
+        data.clear();
+        let head = fill(&mut data);
+        let mut message = Message::new(Kind::Answer, &head.encode(), data);
         message.of = Some(self.connection.clone());
         let order = Order::Send(self.connection.endpoint, message);
-        if let Some(order) = self.connection.queue.push(order) {
-            refuse(order);
-        }
+        self.connection.order(order);
         Ok(())
     }
 }

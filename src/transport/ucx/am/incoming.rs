@@ -1,11 +1,11 @@
 //! What comes in, on the progress thread: asks for our connections, answers for our channels.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::message::{Head, Kind};
+use super::message::{END, Head, Kind};
 use super::{Channel, Connection, KEY_BYTES};
 use crate::error::{Error, Result};
 use crate::transport::ucx::library::Library;
@@ -16,6 +16,16 @@ use crate::wire::{Body, Decoder};
 const MAX_HELLO: usize = 72 << 10;
 /// Hellos that wait between two looks of the progress thread.
 const MAX_HELLOS: usize = 64;
+
+/// Token and secret: the head of every ask.
+type ConnectionKey = [u8; 2 * KEY_BYTES];
+
+pub fn connection_key(token: &[u8; KEY_BYTES], secret: &[u8; KEY_BYTES]) -> ConnectionKey {
+    let mut key = [0; 2 * KEY_BYTES];
+    key[..KEY_BYTES].copy_from_slice(token);
+    key[KEY_BYTES..].copy_from_slice(secret);
+    key
+}
 
 /// What became of a message.
 pub type Taken = std::result::Result<(), Dropped>;
@@ -43,12 +53,18 @@ impl Dropped {
 
 /// What an agent does for readers that come over UCX.
 pub trait Accept: Send + Sync {
-    /// A reader shows its token; if it is valid, serves it on a thread of its own
-    /// ([`Connection::serve`]). Its name. Must not wait for the progress thread, which calls it.
+    /// The name of the reader that has this token.
     ///
     /// # Errors
-    /// A token that was not given out, or too many connections.
-    fn accept(&self, connection: &Arc<Connection>) -> Result<String>;
+    /// A token that was not given out.
+    fn admits(&self, token: &[u8; KEY_BYTES]) -> Result<String>;
+
+    /// Serves a reader on a thread of its own ([`Connection::serve`]). Must not wait for the progress
+    /// thread, which calls it.
+    ///
+    /// # Errors
+    /// Too many connections, or the token is not valid any more.
+    fn accept(&self, connection: &Arc<Connection>) -> Result<()>;
 
     /// A message was dropped: `late`, `stranger` or `garbage`.
     fn dropped(&self, why: &'static str);
@@ -65,7 +81,9 @@ pub struct Hello {
 /// Where messages go.
 pub struct Incoming {
     channels: Mutex<HashMap<u64, Arc<Channel>>>,
-    connections: Mutex<HashMap<[u8; KEY_BYTES], Arc<Connection>>>,
+    connections: Mutex<HashMap<ConnectionKey, Arc<Connection>>>,
+    /// Ways to sources that they have not ended, by the secret that they know.
+    sources: Mutex<HashSet<[u8; KEY_BYTES]>>,
     hellos: Mutex<Vec<Hello>>,
     next_channel: AtomicU64,
     accept: Box<dyn Accept>,
@@ -80,6 +98,7 @@ impl Incoming {
         Self {
             channels: Mutex::default(),
             connections: Mutex::default(),
+            sources: Mutex::default(),
             hellos: Mutex::default(),
             next_channel: AtomicU64::new(1),
             accept,
@@ -110,6 +129,20 @@ impl Incoming {
         Ok(())
     }
 
+    /// A source that may say that it ends the connection; to be taken back by [`Self::forget`].
+    pub(super) fn trust(&self, secret: [u8; KEY_BYTES]) {
+        lock(&self.sources).insert(secret);
+    }
+
+    /// Whether the source has not ended the connection.
+    pub(super) fn is_trusted(&self, secret: &[u8; KEY_BYTES]) -> bool {
+        lock(&self.sources).contains(secret)
+    }
+
+    pub(super) fn forget(&self, secret: &[u8; KEY_BYTES]) {
+        lock(&self.sources).remove(secret);
+    }
+
     /// A channel for a job; to be closed by [`Self::close_channel`].
     pub(super) fn open_channel(
         &self,
@@ -128,8 +161,13 @@ impl Incoming {
         channel.fail(crate::err!(KVF_ERR_CANCELLED, "the channel was closed"));
     }
 
-    /// An endpoint is gone: what was read through it fails.
-    pub fn fail_endpoint(&self, endpoint: u64, e: &Error) {
+    /// An endpoint is gone: what was read through it fails, who was served through it has ended.
+    pub fn endpoint_closed(&self, endpoint: u64, e: &Error) {
+        for connection in lock(&self.connections).values() {
+            if connection.endpoint == endpoint {
+                connection.end(e.text.clone());
+            }
+        }
         for channel in lock(&self.channels).values() {
             if channel.endpoint == endpoint {
                 channel.fail(e.clone());
@@ -148,18 +186,28 @@ impl Incoming {
     }
 
     /// Lets a reader in.
-    pub fn connect(&self, connection: &Arc<Connection>) -> Result<String> {
-        if lock(&self.connections).contains_key(&connection.token) {
-            crate::bail!(KVF_ERR_PROTOCOL, "a second hello with the same token");
+    pub fn connect(&self, connection: &Arc<Connection>) -> Result<()> {
+        self.accept.accept(connection)?;
+        let key = connection_key(&connection.token, &connection.secret);
+        let earlier = lock(&self.connections).insert(key, connection.clone());
+        if let Some(earlier) = earlier {
+            earlier.end("the reader has connected again".into());
         }
-        let name = self.accept.accept(connection)?;
-        lock(&self.connections).insert(connection.token, connection.clone());
-        Ok(name)
+        Ok(())
     }
 
+    /// The reader's name, if it may come in.
+    pub fn admits(&self, hello: &Hello) -> Result<String> {
+        self.accept.admits(&hello.token)
+    }
     /// A reader is served no more.
-    pub fn disconnect(&self, token: &[u8; KEY_BYTES]) {
-        lock(&self.connections).remove(token);
+    pub fn disconnect(&self, connection: &Arc<Connection>) {
+        let mut connections = lock(&self.connections);
+        let key = connection_key(&connection.token, &connection.secret);
+        let known = connections.get(&key);
+        if known.is_some_and(|known| Arc::ptr_eq(known, connection)) {
+            connections.remove(&key);
+        }
     }
 
     /// Everything ends.
@@ -204,12 +252,16 @@ impl Incoming {
         Ok(())
     }
 
-    fn ask(&self, token: &[u8], frames: &[u8]) -> Taken {
-        let Ok(token) = <&[u8; KEY_BYTES]>::try_from(token) else {
+    fn ask(&self, key: &[u8], frames: &[u8]) -> Taken {
+        let Ok(key) = <&ConnectionKey>::try_from(key) else {
             return Err(Dropped::Garbage);
         };
-        let connection = lock(&self.connections).get(token).cloned();
+        let connection = lock(&self.connections).get(key).cloned();
         match connection {
+            Some(connection) if frames.is_empty() => {
+                connection.end("the reader ends it".into());
+                Ok(())
+            }
             Some(connection) if connection.ask(frames) => Ok(()),
             Some(_) => Err(Dropped::Garbage),
             None => Err(Dropped::Stranger),
@@ -220,6 +272,18 @@ impl Incoming {
         let Some(head) = Head::decode(head) else {
             return Err(Dropped::Garbage);
         };
+        if head.job == END {
+            if !lock(&self.sources).remove(&head.secret) {
+                return Err(Dropped::Late);
+            }
+            let e = crate::err!(KVF_ERR_TRANSFER, "the source has ended the connection");
+            for channel in lock(&self.channels).values() {
+                if channel.secret == head.secret {
+                    channel.fail(e.clone());
+                }
+            }
+            return Ok(());
+        }
         let channel = lock(&self.channels).get(&head.job).cloned();
         match channel {
             Some(channel) => channel.take(&head, data),

@@ -13,13 +13,16 @@ use crate::transport::ucx::ucx_sys::{self as sys, ucs_status_t};
 pub enum Kind {
     /// A reader introduces itself: a frame with [`crate::wire::DataHello`], no head.
     Hello = 1,
-    /// Whole frames of a reader; the head is its token.
+    /// Whole frames of a reader, or nothing: it goes; the head is its token and its secret.
     Ask = 2,
     /// Of a source: [`Head`] and bytes.
     Answer = 3,
 }
 
 pub const HEAD_BYTES: usize = 40;
+
+/// In place of a job: the source ends the connection.
+pub const END: u64 = 0;
 
 /// Head of an answer, little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,12 +155,13 @@ impl Message {
     }
 
     /// It was sent, or never will be.
+    #[allow(clippy::boxed_local)] // as it travels everywhere
     pub fn over(mut self: Box<Self>) {
         if let Some(way) = self.on_its_way.take() {
             way.posted.fetch_sub(1, Ordering::Relaxed);
         }
         if let Some(connection) = self.of.take() {
-            connection.sent(self);
+            connection.sent(self.data);
         }
     }
 }

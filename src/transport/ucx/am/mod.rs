@@ -15,7 +15,7 @@ mod message;
 mod path;
 
 pub use connection::Connection;
-pub use incoming::{Accept, Incoming};
+pub use incoming::{Accept, Hello, Incoming};
 pub use message::Message;
 pub use path::{MessagePath, MessageSource};
 

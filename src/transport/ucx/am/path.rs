@@ -6,6 +6,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::incoming::connection_key;
 use super::message::{Kind, Message};
 use super::{Channel, KEY_BYTES};
 use crate::cuda::Devices;
@@ -26,20 +27,17 @@ pub struct MessageSource {
     pub address: Vec<u8>,
     /// That it gave us.
     pub token: [u8; KEY_BYTES],
-    /// Ours, nobody else's.
-    pub secret: [u8; KEY_BYTES],
     /// Length of each pool.
     pub pools: BTreeMap<u32, u64>,
     /// What it answers a hello with.
     pub nonce: [u8; crate::memory::NONCE_BYTES],
 }
 
-/// Reads one source agent. Dropping it force-closes the endpoint.
+/// Reads one source agent.
 pub struct MessagePath {
     engine: Arc<Engine>,
-    endpoint: u64,
-    state: Arc<EndpointState>,
     source: MessageSource,
+    link: Link,
     reason: String,
     spin: Duration,
     devices: Arc<Devices>,
@@ -53,18 +51,15 @@ impl MessagePath {
     /// answers; else UCX's text.
     pub fn new(
         engine: Arc<Engine>,
-        mut source: MessageSource,
+        source: MessageSource,
         reason: String,
         spin: Duration,
         patience: Duration,
         devices: Arc<Devices>,
     ) -> Result<Self> {
-        let address = std::mem::take(&mut source.address);
-        let (endpoint, state) = engine.connect(source.name.clone(), address, Vec::new())?;
         let path = Self {
+            link: Link::new(&engine, &source)?,
             engine,
-            endpoint,
-            state,
             source,
             reason,
             spin,
@@ -75,10 +70,11 @@ impl MessagePath {
     }
 
     fn greet(&self, patience: Duration) -> Result<()> {
+        let deadline = Instant::now() + patience;
         let channel = self.channel()?;
         let hello = DataHello {
             token: self.source.token.to_vec(),
-            secret: self.source.secret.to_vec(),
+            secret: self.link.secret.to_vec(),
             address: self.engine.address().to_vec(),
             job: channel.number,
         };
@@ -91,8 +87,8 @@ impl MessagePath {
         ranges.push(at, bytes);
         // SAFETY: `nonce` is not touched before the channel is closed.
         unsafe { channel.expect(ranges, bytes as u64) };
-        let deadline = Instant::now() + patience;
-        let sent = self.engine.send(self.endpoint, hello_message(frame));
+        let hello = Message::new(Kind::Hello, &[], frame);
+        let sent = self.engine.send(self.link.endpoint, hello);
         while sent.is_ok() && channel.done() == 0 && channel.error().is_none() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -103,33 +99,27 @@ impl MessagePath {
         let (done, error) = (channel.done() > 0, channel.error());
         drop(channel);
         sent?;
+        let name = &self.source.name;
         match (done, error) {
             (true, _) if nonce == self.source.nonce => Ok(()),
             (true, _) => bail!(
                 KVF_ERR_PEER_LOST,
-                "{} does not hold the announced lease table: another program answers there",
-                self.source.name
+                "{name} does not hold the announced lease table: another program answers there"
             ),
-            (_, Some(e)) => Err(e.context(format_args!("ucx hello to {}", self.source.name))),
+            (_, Some(e)) => Err(e.context(format_args!("ucx hello to {name}"))),
             _ => bail!(
                 KVF_ERR_TRANSFER,
-                "{} did not answer a hello over ucx within {patience:?}",
-                self.source.name
+                "{name} did not answer a hello over ucx within {patience:?}"
             ),
         }
     }
 
     fn channel(&self) -> Result<OpenChannel<'_>> {
-        let incoming = self.engine.incoming();
+        let (incoming, link) = (self.engine.incoming(), &self.link);
         Ok(OpenChannel {
-            channel: incoming.open_channel(self.endpoint, self.source.secret)?,
+            channel: incoming.open_channel(link.endpoint, link.secret)?,
             engine: &self.engine,
         })
-    }
-
-    fn ask(&self, frames: Vec<u8>) -> Result<()> {
-        let message = Message::new(Kind::Ask, &self.source.token, frames);
-        self.engine.send(self.endpoint, message)
     }
 
     /// `coming` keeps what the channel may write until the caller has closed it.
@@ -158,7 +148,9 @@ impl MessagePath {
                 asking.give_back(batch);
             }
             if !out.is_empty() {
-                self.ask(std::mem::take(&mut out))?;
+                let frames = std::mem::take(&mut out);
+                let message = Message::new(Kind::Ask, &self.link.key, frames);
+                self.engine.send(self.link.endpoint, message)?;
             }
             if coming.is_empty() {
                 return Ok(());
@@ -185,8 +177,42 @@ impl MessagePath {
     }
 }
 
-fn hello_message(frame: Vec<u8>) -> Box<Message> {
-    Message::new(Kind::Hello, &[], frame)
+/// A connection to a source.
+struct Link {
+    engine: Arc<Engine>,
+    endpoint: u64,
+    state: Arc<EndpointState>,
+    /// What answers begin with.
+    secret: [u8; KEY_BYTES],
+    /// What asks begin with.
+    key: [u8; 2 * KEY_BYTES],
+}
+
+impl Link {
+    fn new(engine: &Arc<Engine>, source: &MessageSource) -> Result<Self> {
+        let mut secret = [0; KEY_BYTES];
+        if let Err(e) = getrandom::fill(&mut secret) {
+            bail!(KVF_ERR_SYSTEM, "no random numbers from the kernel: {e}");
+        }
+        let (name, address) = (source.name.clone(), source.address.clone());
+        let (endpoint, state) = engine.connect(name, address, Vec::new())?;
+        engine.incoming().trust(secret);
+        Ok(Self {
+            engine: engine.clone(),
+            endpoint,
+            state,
+            secret,
+            key: connection_key(&source.token, &secret),
+        })
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.engine.incoming().forget(&self.secret);
+        let goes = Message::new(Kind::Ask, &self.key, Vec::new());
+        let _ = self.engine.send(self.endpoint, goes); // an engine that has ended has told by itself
+    }
 }
 
 /// Closes the channel when it is dropped.
@@ -258,13 +284,10 @@ impl DataPath for MessagePath {
     }
 
     fn is_usable(&self) -> bool {
-        self.state.is_open() && !self.engine.has_ended()
-    }
-}
-
-impl Drop for MessagePath {
-    fn drop(&mut self) {
-        self.engine.close_endpoint(self.endpoint);
+        let incoming = self.engine.incoming();
+        self.link.state.is_open()
+            && incoming.is_trusted(&self.link.secret)
+            && !self.engine.has_ended()
     }
 }
 

@@ -16,7 +16,7 @@ use crate::transport::span::tests::{Cache, filled, register, source_byte};
 use crate::transport::ucx::Engine;
 use crate::transport::ucx::tests::{Nobody, engine, soon, ucx};
 use crate::transport::{DataPath, ReadJob};
-use crate::wire::DataOpen;
+use crate::wire::{self, Body, DataHello, DataOpen, Frame};
 use crate::{bail, err};
 
 const TOKEN: [u8; KEY_BYTES] = [3; KEY_BYTES];
@@ -102,10 +102,14 @@ impl Source for Serves {
 }
 
 impl Accept for Serves {
-    fn accept(&self, connection: &Arc<Connection>) -> Result<String> {
-        if connection.token != TOKEN {
-            bail!(KVF_ERR_AUTH, "another token");
+    fn admits(&self, token: &[u8; KEY_BYTES]) -> Result<String> {
+        match *token == TOKEN {
+            true => Ok("the reader".into()),
+            false => bail!(KVF_ERR_AUTH, "another token"),
         }
+    }
+
+    fn accept(&self, connection: &Arc<Connection>) -> Result<()> {
         let (connection, serves) = (connection.clone(), Serves(self.0.clone()));
         let thread = std::thread::spawn(move || {
             let limits = Serving {
@@ -116,7 +120,7 @@ impl Accept for Serves {
             let _ = connection.serve(&nonce, &serves, limits);
         });
         self.0.threads.lock().unwrap().push(thread);
-        Ok("the reader".into())
+        Ok(())
     }
 
     fn dropped(&self, why: &'static str) {
@@ -149,7 +153,6 @@ impl Two {
             name: "agent source".into(),
             address: self.source.address().to_vec(),
             token: TOKEN,
-            secret: SECRET,
             pools: pools.map(|pool| (pool.id(), pool.bytes())).collect(),
             nonce: self.served.leases.nonce(),
         }
@@ -334,8 +337,8 @@ fn garbage_changes_nothing_and_is_counted() {
         (Kind::Hello, Vec::new(), Vec::new(), "garbage"),
         (Kind::Hello, Vec::new(), vec![1; 100], "garbage"),
         (Kind::Hello, Vec::new(), vec![1; 300_000], "garbage"),
-        (Kind::Ask, vec![1; 15], vec![1; 10], "garbage"),
-        (Kind::Ask, vec![1; 16], vec![1; 10], "stranger"),
+        (Kind::Ask, vec![1; 31], vec![1; 10], "garbage"),
+        (Kind::Ask, vec![1; 32], vec![1; 10], "stranger"),
         (Kind::Answer, vec![1; 39], vec![1; 10], "garbage"),
         (Kind::Answer, vec![0xff; 40], vec![1; 10], "garbage"),
         (
@@ -353,18 +356,34 @@ fn garbage_changes_nothing_and_is_counted() {
         *expected.entry(why).or_default() += 1;
         two.served.wait_dropped(why, expected[why]);
     }
-    // Who has the token and talks nonsense loses his connection, and no more.
-    let ours = Message::new(Kind::Ask, &TOKEN, vec![0xff; 8]);
-    stranger.send(endpoint, ours).unwrap();
+    path.run(&two.job()).unwrap();
+    // Who has the token and talks nonsense ends his own connection, and no more.
+    let (secret, key) = (
+        [9; KEY_BYTES],
+        incoming::connection_key(&TOKEN, &[9; KEY_BYTES]),
+    );
+    let hello = DataHello {
+        token: TOKEN.to_vec(),
+        secret: secret.to_vec(),
+        address: stranger.address().to_vec(),
+        job: 1,
+    };
+    let mut frame = Vec::new();
+    let body = Some(Body::DataHello(hello));
+    wire::encode(&Frame { body }, &mut frame).unwrap();
+    let before = two.served.dropped("stranger");
+    let hello = Message::new(Kind::Hello, &[], frame);
+    stranger.send(endpoint, hello).unwrap();
     let deadline = soon();
-    while path.run(&two.job()).is_ok() {
+    while two.served.dropped("stranger") == before {
+        let nonsense = Message::new(Kind::Ask, &key, vec![0xff; 8]);
+        stranger.send(endpoint, nonsense).unwrap();
+        std::thread::sleep(Duration::from_millis(1));
         assert!(std::time::Instant::now() < deadline, "it is still served");
     }
     assert!(stranger.close(soon()));
+    path.run(&two.job()).unwrap();
     drop(path);
-    let again = two.good_path();
-    again.run(&two.job()).unwrap();
-    drop(again);
     two.end();
     assert!(two.ours == Cache::expected((2, 3), source_byte, 0xee));
 }
