@@ -36,7 +36,7 @@ use crate::transport::ReadJob;
 use crate::wire;
 
 /// What an import wants, checked against our layout.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Wants {
     pub groups: Vec<ImportGroup>,
     pub states: Vec<ImportState>,
@@ -177,6 +177,7 @@ pub(super) fn import(
     };
     check_wants(&wants, &layout, &state)?;
     resolve_ends(&mut wants, &ticket)?;
+    let wants = Arc::new(wants);
     let slots = written_slots(&wants, &layout)?;
     check_owned_only(&desc.owned_only, &slots, &state)?;
 
@@ -231,7 +232,7 @@ pub(super) fn import(
                 bindings,
                 pool_map.clone(),
                 lease_of(entry),
-                data_open(&wants, key(ticket.key), entry.epoch),
+                data_open(wants.clone(), key(ticket.key), entry.epoch),
             )));
         }
         jobs.push(job);

@@ -6,6 +6,7 @@ use crate::bail;
 use crate::error::Result;
 use crate::ids::Key;
 use crate::layout::Layout;
+use crate::plan::unknown_slot;
 
 /// Set in a word whose slot is the destination of a transfer; the other bits are its id. Without
 /// it the word counts publications.
@@ -160,10 +161,9 @@ impl Slots {
 
     /// Checks that all slots of a table exist; -1 is none.
     pub fn check_table(&self, group: u32, slots: &[i32]) -> Result<()> {
-        let count = self.groups.get(group as usize).map_or(0, Vec::len) as u64;
-        let known = |slot: &i32| *slot == -1 || u64::from(*slot as u32) < count;
-        match slots.iter().find(|slot| !known(slot)) {
-            Some(slot) => self.check(group, i64::from(*slot)),
+        let count = self.groups.get(group as usize).map_or(0, Vec::len);
+        match unknown_slot(slots, u32::try_from(count).unwrap_or(u32::MAX)) {
+            Some(entry) => self.check(group, i64::from(slots[entry])),
             None => Ok(()),
         }
     }
