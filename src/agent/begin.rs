@@ -21,7 +21,7 @@ use super::peers::PeerShared;
 use super::reader::{NewImport, NewJob, run_inline};
 use super::serving::data_open;
 use super::shared::{Shared, State, remember};
-use super::slots::GroupSlots;
+use super::slots::{GroupSlots, held_slots};
 use super::ticket::{decode_ticket, entry_of, key};
 use crate::bail;
 use crate::error::{Result, Status};
@@ -543,15 +543,7 @@ pub(super) fn written_slots(wants: &Wants, layout: &Layout) -> Result<Vec<GroupS
             true => entry(want.skip_token / per_block)..entry(want.token_end.div_ceil(per_block)),
             false => 0..0,
         };
-        let mut slots: Vec<u32> = want.slots[written]
-            .iter()
-            .map(|slot| *slot as u32)
-            .collect();
-        // Holes are the exception, and looking for them is cheaper than taking them out.
-        if (slots.iter().fold(0, |all, slot| all | slot) as i32) < 0 {
-            slots.retain(|slot| *slot as i32 >= 0);
-        }
-        all.push((want.group, slots));
+        all.push((want.group, held_slots(&want.slots[written])));
     }
     for want in &wants.states {
         let held = layout.groups.get(want.group as usize);

@@ -20,20 +20,16 @@ pub fn unknown_slot(slots: &[i32], limit: u32) -> Option<usize> {
     }
 }
 
-/// Ids must be slots that the views have, none twice.
-pub(super) fn check_ids(slots: &[i32], limit: u32) -> Result<()> {
-    if let Some(entry) = unknown_slot(slots, limit) {
-        bail!(
-            KVF_ERR_OUT_OF_RANGE,
-            "entry {entry} of the table is slot {}; the view has {limit}",
-            slots[entry]
-        );
-    }
+/// The first two entries that are the same slot, in a table without unknown slots.
+pub fn slot_twice(slots: &[i32], limit: u32) -> Option<(usize, usize)> {
+    // A place for each slot, after one for -1, which may be there often.
+    let place = |slot: &i32| (slot.wrapping_add(1) as u32 as usize, *slot >= 0);
+    let places = slots.iter().map(place);
     let twice = match limit {
         ..=BYTES_BELOW => {
             let mut seen = vec![0u8; limit as usize + 1];
             let mut twice = 0;
-            for (place, held) in places(slots) {
+            for (place, held) in places {
                 if let Some(byte) = seen.get_mut(place) {
                     twice |= *byte;
                     *byte = u8::from(held);
@@ -44,7 +40,7 @@ pub(super) fn check_ids(slots: &[i32], limit: u32) -> Result<()> {
         _ => {
             let mut seen = vec![0u64; limit as usize / 64 + 1];
             let mut twice = 0;
-            for (place, held) in places(slots) {
+            for (place, held) in places {
                 if let Some(word) = seen.get_mut(place / 64) {
                     twice |= *word >> (place % 64) & 1;
                     *word |= u64::from(held) << (place % 64);
@@ -53,32 +49,35 @@ pub(super) fn check_ids(slots: &[i32], limit: u32) -> Result<()> {
             twice != 0
         }
     };
-    match twice {
-        false => Ok(()),
-        true => Err(given_twice(slots)),
+    if !twice {
+        return None;
     }
+    let mut first = BTreeMap::new();
+    let mut held = slots.iter().enumerate().filter(|(_, slot)| **slot != -1);
+    held.find_map(|(i, slot)| Some((first.insert(slot, i)?, i)))
 }
 
 /// With so many slots at most, a byte for each is as well as free, and faster than a bit, which
 /// has to wait for its neighbour's.
 const BYTES_BELOW: u32 = 1 << 16;
 
-/// A place for each slot, after one for -1, which may be there often; whether it is a slot.
-fn places(slots: &[i32]) -> impl Iterator<Item = (usize, bool)> {
-    let place = |slot: &i32| (slot.wrapping_add(1) as u32 as usize, *slot >= 0);
-    slots.iter().map(place)
-}
-
-/// Error for a table with a slot that is there twice.
-fn given_twice(slots: &[i32]) -> Error {
-    let mut first = BTreeMap::new();
-    let mut held = slots.iter().enumerate().filter(|(_, slot)| **slot != -1);
-    let pair = held.find_map(|(i, slot)| Some((first.insert(slot, i)?, i, slot)));
-    let (first, second, slot) = pair.unwrap_or((0, 0, &-1));
-    err!(
-        KVF_ERR_DUPLICATE,
-        "entries {first} and {second} of the table are both slot {slot}"
-    )
+/// Ids must be slots that the views have, none twice.
+pub(super) fn check_ids(slots: &[i32], limit: u32) -> Result<()> {
+    if let Some(entry) = unknown_slot(slots, limit) {
+        bail!(
+            KVF_ERR_OUT_OF_RANGE,
+            "entry {entry} of the table is slot {}; the view has {limit}",
+            slots[entry]
+        );
+    }
+    if let Some((first, second)) = slot_twice(slots, limit) {
+        bail!(
+            KVF_ERR_DUPLICATE,
+            "entries {first} and {second} of the table are both slot {}",
+            slots[second]
+        );
+    }
+    Ok(())
 }
 
 /// One side's table.
