@@ -147,7 +147,7 @@ pub(super) fn import(
     shared.check_open()?;
     let id = shared.new_id();
     let gate = shared.gate(desc.stream, Gated::Import(id))?;
-    let ticket = decode_ticket(&desc.ticket)?;
+    let ticket = decode_ticket(desc.ticket)?;
     let engine = peer.engine.id();
     if ticket.engine != engine.0 {
         bail!(

@@ -451,7 +451,7 @@ impl Agent {
 
     /// Notices for all sources that a ticket concerns.
     fn sources(&self, peer: &Peer, ticket: &[u8], status: Status) -> Result<Vec<Finished>> {
-        let ticket = ticket::decode_ticket(ticket)?;
+        let ticket = ticket::decode_ticket(ticket.to_vec())?;
         let peer = &peer.shared;
         if ticket.engine != peer.engine.id().0 {
             bail!(

@@ -420,7 +420,7 @@ impl Control {
 
     /// A sender's push for one of our offers came in.
     pub fn on_push(&mut self, agent: Incarnation, push: &wire::Push) {
-        let ticket = match decode_ticket(&push.ticket) {
+        let ticket = match decode_ticket(push.ticket.clone()) {
             Ok(ticket) => ticket,
             Err(e) => {
                 return self

@@ -275,3 +275,33 @@ impl Walk<'_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_slot_is_found() {
+        assert_eq!(unknown_slot(&[-1, 0, 3, -1], 4), None);
+        assert_eq!(unknown_slot(&[0, 4], 4), Some(1));
+        assert_eq!(unknown_slot(&[-1, 3, -2], 4), Some(2));
+        assert_eq!(unknown_slot(&[0, i32::MIN], u32::MAX), Some(1));
+        assert_eq!(unknown_slot(&[i32::MAX], u32::MAX), None);
+        assert_eq!(unknown_slot(&[], 0), None);
+        assert_eq!(unknown_slot(&[-1], 0), None);
+    }
+
+    #[test]
+    fn a_slot_given_twice_is_found_however_many_there_are() {
+        for limit in [70, BYTES_BELOW, BYTES_BELOW + 1, 1 << 20] {
+            let last = limit as i32 - 1;
+            let mut table: Vec<i32> = (0..64).rev().chain([-1, last, -1, -1]).collect();
+            assert_eq!(slot_twice(&table, limit), None, "{limit}");
+            table.push(last);
+            assert_eq!(slot_twice(&table, limit), Some((65, 68)), "{limit}");
+            table[3] = 0;
+            assert_eq!(slot_twice(&table, limit), Some((3, 63)), "{limit}");
+        }
+        assert_eq!(slot_twice(&[], 0), None);
+    }
+}
