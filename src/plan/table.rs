@@ -211,18 +211,20 @@ impl Walk<'_> {
             });
         }
         let follow = |table: &[i32]| table[1] - table[0] == 1;
-        let joined = |at: usize| follow(&src[at..]) && follow(&dst[at..]);
         let steps = src.windows(2).map(follow).zip(dst.windows(2).map(follow));
-        let joins: u32 = steps.map(|(src, dst)| u32::from(src & dst)).sum();
+        let joined = steps.map(|(src, dst)| src & dst);
+        let joins: u32 = joined.clone().map(u32::from).sum();
         if joins == 0 {
             let pairs = src.iter().zip(dst).map(|(s, d)| (*s as u32, *d as u32));
             return Ok(Segments::Single(pairs.collect()));
         }
-        let mut segments: Vec<Segment> = Vec::with_capacity(src.len() - joins as usize);
-        for (at, (s, d)) in src.iter().zip(dst).enumerate() {
-            match segments.last_mut() {
-                Some(last) if joined(at - 1) => last.count += 1,
-                _ => segments.push(Segment::new(*s as u32, *d as u32, 1)),
+        let mut segments = Vec::with_capacity(src.len() - joins as usize);
+        let mut first = 0;
+        for (at, joined) in joined.chain([false]).enumerate() {
+            if !joined {
+                let (s, d) = (src[first] as u32, dst[first] as u32);
+                segments.push(Segment::new(s, d, (at + 1 - first) as u32));
+                first = at + 1;
             }
         }
         Ok(Segments::Joined(segments))
