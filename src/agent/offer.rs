@@ -117,7 +117,7 @@ pub(super) fn receive(
             cell: cell.clone(),
             routes: Vec::new(),
             jobs: Vec::new(),
-            wants,
+            wants: Arc::new(wants),
             pools: map,
             deadline: until,
             lease: shared.config.timeouts.lease,
