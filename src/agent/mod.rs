@@ -2,12 +2,13 @@
 //!
 //! [`Agent`], [`Peer`], [`Publication`] and [`Transfer`] are what the C ABI and the transceiver
 //! use; all may be used from any thread. The callers' threads check arguments and mark slots; the
-//! control thread owns the session machines ([`control`]); workers copy ([`reader`]).
+//! control thread owns the session machines ([`control`]); workers copy ([`copying`]).
 
 mod api;
 mod begin;
 mod cells;
 mod control;
+mod copying;
 mod count;
 mod device_pools;
 mod gates;
