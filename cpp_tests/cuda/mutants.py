@@ -24,6 +24,7 @@ MUTANTS = [
     ("cuda_no_ahead", "sockets", "Sockets.CopiesAndSendsOverlapAtBothEnds", {}),
     ("cuda_one_landing", "sockets", "Sockets.CopiesAndSendsOverlapAtBothEnds", {}),
     ("cuda_buffer_before_sent", "sockets", "Sockets.CopiesAndSendsOverlapAtBothEnds", {}),
+    ("cuda_overlap", "memory", "DeviceMemory.SourceAndDestinationMustNotOverlap", {}),
     ("cuda_keep_mapping", "memory", "DeviceMemory.ADeadPeersMemoryIsUnmapped", {}),
     (
         "cuda_no_unmap_wait",

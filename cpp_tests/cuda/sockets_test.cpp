@@ -103,6 +103,7 @@ TEST(Sockets, ASourceWhoseReaderDiesKeepsNothing) {
     const Ints slots{6, 0, 4, 2};
     auto publication = here.agent.publish(kvferry::key(1), 0, slots, 4);
     const auto copied = books().copied_bytes;
+    OF_DOUBLE(kvf_cuda_double_delay)(100'000, 100'000);
     reader.send("import " + process_test::to_hex(publication.ticket()) + " 1,3,5,7 0 20000");
     EXPECT_TRUE(eventually([&] { return books().copied_bytes > copied; }));
     reader.kill(SIGKILL);
@@ -114,6 +115,7 @@ TEST(Sockets, ASourceWhoseReaderDiesKeepsNothing) {
   const auto now = books();
   EXPECT_EQ(now.pinned_allocations, before.pinned_allocations);
   EXPECT_EQ(now.streams, before.streams);
+  OF_DOUBLE(kvf_cuda_double_delay)(0, 0);
   EXPECT_EQ(now.violations, before.violations);
 }
 
