@@ -13,12 +13,13 @@ use super::api::{
 };
 use super::cells::{Cell, Observer};
 use super::control::Command;
+use super::copying::{Run, run_inline};
 use super::count::saved_bytes;
 use super::gates::Gated;
 use super::metadata::incarnation;
 use super::notices::Finished;
-use super::peers::PeerShared;
-use super::reader::{NewImport, NewJob, run_inline};
+use super::peers::{PeerShared, Route};
+use super::reader::{NewImport, NewJob};
 use super::serving::data_open;
 use super::shared::{Shared, State, remember};
 use super::slots::{GroupSlots, held_slots};
@@ -34,6 +35,10 @@ use crate::plan::{Binding, Pair, Request};
 use crate::session::End;
 use crate::transport::ReadJob;
 use crate::wire;
+
+/// Imports up to this size are given to a worker by the call that begins them: for larger ones the
+/// way over the control thread is nothing, and the source hears of the reader first.
+const EARLY_BYTES: u64 = 256 << 10;
 
 /// What an import wants, checked against our layout.
 #[derive(Clone, Debug)]
@@ -66,6 +71,17 @@ pub(super) struct ImportCell {
     pub kind: Operation,
     /// From whom, and how many bytes, a prefix saved; not set if none.
     pub saved: OnceLock<(String, u64)>,
+    /// See [`Self::decide`].
+    pub decider: OnceLock<Decider>,
+}
+
+/// Who gives an import its outcome.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Decider {
+    /// The control thread, by its session machine.
+    Control,
+    /// The worker whose copy was the whole import, and was attested.
+    Worker,
 }
 
 impl ImportCell {
@@ -76,6 +92,31 @@ impl ImportCell {
             submitted[*part] = true;
         }
         *super::lock(&self.transport) = transport;
+    }
+
+    /// The first to ask decides: true for it, then and later.
+    pub fn decide(&self, who: Decider) -> bool {
+        *self.decider.get_or_init(|| who) == who
+    }
+
+    /// The slots may be written by others again; before that is said to anybody.
+    pub fn free_slots(&self, shared: &Shared) {
+        shared.lock().slots.end_write(self.cell.id, &self.slots);
+    }
+
+    /// Counts, logs and tells the outcome; `safe`: also that the slots may be reused.
+    pub fn report(&self, shared: &Shared, end: End, safe: bool) {
+        self.ended_now();
+        shared.count_import(self, &end);
+        shared.log.debug(format_args!(
+            "import {} of {} ended: {:?} {}",
+            self.cell.id, self.cell.key, end.status, end.text
+        ));
+        if safe {
+            self.cell.end_safe(end);
+        } else {
+            self.cell.end(end);
+        }
     }
 
     /// Lets go of the jobs, and with them of the pools: nothing is copied any more.
@@ -221,6 +262,7 @@ pub(super) fn import(
             job: None,
             parts: Vec::new(),
             gated: false,
+            started: false,
         };
         if let Some((bindings, entry)) = bound {
             job.id.epoch = Epoch(entry.epoch);
@@ -267,6 +309,7 @@ pub(super) fn import(
         elapsed_ns: AtomicU64::new(0),
         kind: Operation::Import,
         saved,
+        decider: OnceLock::new(),
     });
     if wants_nothing(&wants) {
         end_empty(shared, &cell, &jobs);
@@ -276,9 +319,14 @@ pub(super) fn import(
         return Ok(cell);
     }
     remember(&mut shared.lock().running, &cell);
+    let routes: Vec<Arc<Route>> = pairs.iter().map(|p| peer.routes[p.src].clone()).collect();
+    let early = match (&mut jobs[..], &routes[..], gate.is_none()) {
+        ([job], [route], true) => start_early(&cell, job, route),
+        _ => None,
+    };
     shared.send(Command::Import(Box::new(NewImport {
         cell: cell.clone(),
-        routes: pairs.iter().map(|p| peer.routes[p.src].clone()).collect(),
+        routes,
         jobs,
         wants,
         pools: pool_map,
@@ -289,7 +337,27 @@ pub(super) fn import(
         sender: None,
         gate,
     })));
+    if let Some((run, parts)) = early {
+        // After the message: the control thread knows the import before it hears of its end.
+        run.submit(shared, &parts, desc.priority);
+    }
     Ok(cell)
+}
+
+/// A small import from one source that has all it needs does not wait for the control thread.
+fn start_early(
+    cell: &Arc<ImportCell>,
+    new: &mut NewJob,
+    route: &Arc<Route>,
+) -> Option<(Run, Vec<usize>)> {
+    let job = new.job.clone()?;
+    let path = route.get()?.ok()?;
+    if new.gated || new.parts.is_empty() || job.bytes() > EARLY_BYTES || !path.is_usable() {
+        return None;
+    }
+    new.started = true;
+    let run = Run::new(cell, 0, true, job, path, route.clone());
+    Some((run, new.parts.clone()))
 }
 
 pub(super) fn wants_nothing(wants: &Wants) -> bool {

@@ -101,6 +101,7 @@ pub(super) fn receive(
         elapsed_ns: AtomicU64::new(0),
         kind: Operation::Receive,
         saved: OnceLock::new(),
+        decider: OnceLock::new(),
     });
     let deadline = match desc.deadline {
         Duration::ZERO => shared.config.timeouts.transfer,

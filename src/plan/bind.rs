@@ -130,6 +130,12 @@ impl Binding {
         (self.template().pieces.len() * per_piece) as u64
     }
 
+    /// Whether `holds` for the (source, destination) pools of all copies.
+    pub fn all_pools(&self, holds: impl Fn(u32, u32) -> bool) -> bool {
+        let pieces = &self.template().pieces;
+        pieces.iter().all(|p| holds(p.src_pool, p.dst_pool))
+    }
+
     /// The pair whose template is bound.
     pub fn pair(&self) -> &Arc<Pair> {
         &self.pair

@@ -130,13 +130,19 @@ impl ReadJob {
             1 => PIECE_BYTES,
             workers => self.bytes.saturating_sub(position.taken) / (2 * workers),
         };
-        self.take(&mut position, share.max(least), out).is_some()
+        let most = share.max(least).min(PIECE_BYTES);
+        self.take(&mut position, |_| most, out).is_some()
+    }
+
+    /// As [`Self::next`], at most as many bytes as `most` says for the binding that they are of.
+    pub fn next_of(&self, most: impl Fn(&Binding) -> u64, out: &mut Vec<Pattern>) -> bool {
+        self.take(&mut self.position(), most, out).is_some()
     }
 
     /// Appends the next pieces to `out`, together at most `max_bytes`; tells where they begin:
     /// index of the binding and position in it. `None` as [`Self::next`]'s false.
     pub fn next_at(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> Option<(usize, Cursor)> {
-        self.take(&mut self.position(), max_bytes, out)
+        self.take(&mut self.position(), |_| max_bytes, out)
     }
 
     fn position(&self) -> MutexGuard<'_, Position> {
@@ -149,14 +155,14 @@ impl ReadJob {
     fn take(
         &self,
         at: &mut Position,
-        max_bytes: u64,
+        most: impl Fn(&Binding) -> u64,
         out: &mut Vec<Pattern>,
     ) -> Option<(usize, Cursor)> {
         while !self.is_cancelled()
             && let Some(binding) = self.bindings.get(at.binding)
         {
             let begin = (at.binding, at.cursor);
-            let taken = binding.take(&mut at.cursor, max_bytes.min(PIECE_BYTES), out);
+            let taken = binding.take(&mut at.cursor, most(binding), out);
             if taken > 0 {
                 at.taken += taken;
                 return Some(begin);

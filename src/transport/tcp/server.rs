@@ -1,7 +1,7 @@
 //! The source's end: one named thread for each data connection.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,8 @@ use super::stream::{Patience, Ranges, Stream};
 use super::{BATCH_BYTES, HEAD_BYTES};
 use crate::cuda::Devices;
 use crate::error::{Error, Result};
-use crate::memory::Pool;
+use crate::memory::{Guard, Pool};
+use crate::observe::fault;
 use crate::plan::{Binding, Cursor, Pattern};
 use crate::transport::device::socket::Raising;
 use crate::transport::span::{Runs, check};
@@ -64,26 +65,58 @@ pub fn serve(stream: &Stream, source: &dyn Source, limits: Serving) -> Result<()
     let broken = |e: io::Error| err!(KVF_ERR_PEER_LOST, "data connection: {e}");
     let mut decoder = Decoder::new(MAX_FRAME);
     let mut jobs: HashMap<u64, Result<Opened>> = HashMap::new();
-    let mut buffers = (Vec::new(), Ranges::default());
+    let mut buffers: Buffers = (Vec::new(), Vec::new());
     let mut bytes = vec![0; 64 << 10];
+    let mut frames = VecDeque::new();
+    // The next answer, if it is being copied from a device while this one is sent.
+    let mut ahead = None;
     loop {
-        while let Some(frame) = decoder.next_frame()? {
-            match frame.body {
-                Some(Body::DataOpen(open)) => {
+        decode(&mut decoder, &mut frames)?;
+        while let Some(body) = frames.pop_front() {
+            match body {
+                Body::DataOpen(open) => {
                     if jobs.len() >= MAX_JOBS {
                         bail!(KVF_ERR_LIMIT, "{MAX_JOBS} jobs on one data connection");
                     }
                     jobs.insert(open.job, source.open(&open));
                 }
-                Some(Body::DataClose(close)) => {
+                Body::DataClose(close) => {
                     jobs.remove(&close.job);
                 }
-                Some(Body::DataRead(read)) => {
-                    let job = jobs.get(&read.job);
-                    answer(stream, source, job, &read, limits, &mut buffers).map_err(broken)?;
+                Body::DataRead(read) => {
+                    let mut raise = |read: &DataRead| {
+                        raise(
+                            source,
+                            jobs.get(&read.job),
+                            read,
+                            limits.stall,
+                            &mut buffers,
+                        )
+                    };
+                    let mut answer = ahead.take().unwrap_or_else(|| raise(&read));
+                    let on_device = answer
+                        .as_ref()
+                        .is_ok_and(|raised| !raised.raising.is_empty());
+                    if on_device && !fault::deviates("cuda_no_ahead") {
+                        if fault::deviates("cuda_buffer_before_sent")
+                            && let Ok(raised) = &mut answer
+                        {
+                            let _ = (raised.raising.wait(limits.stall), raised.raising.finish());
+                        }
+                        if frames.is_empty() {
+                            let n = stream.receive_available(&mut bytes).map_err(broken)?;
+                            decoder.push(&bytes[..n]);
+                            decode(&mut decoder, &mut frames)?;
+                        }
+                        if let Some(Body::DataRead(next)) = frames.front() {
+                            ahead = Some(raise(next));
+                        }
+                    }
+                    let holds = || matches!(jobs.get(&read.job), Some(Ok(job)) if (job.holds)());
+                    let ranges = answer_with(stream, answer, holds, limits).map_err(broken)?;
+                    buffers.1.extend(ranges);
                 }
-                Some(_) => bail!(KVF_ERR_PROTOCOL, "a control message on a data connection"),
-                None => {}
+                _ => bail!(KVF_ERR_PROTOCOL, "a control message on a data connection"),
             }
         }
         let patience = Patience {
@@ -99,51 +132,73 @@ pub fn serve(stream: &Stream, source: &dyn Source, limits: Serving) -> Result<()
     }
 }
 
-fn answer(
-    stream: &Stream,
-    source: &dyn Source,
+fn decode(decoder: &mut Decoder, frames: &mut VecDeque<Body>) -> Result<()> {
+    while let Some(frame) = decoder.next_frame()? {
+        frames.extend(frame.body);
+    }
+    Ok(())
+}
+
+/// Used again and again: patterns, and ranges of answers that were sent.
+type Buffers = (Vec<Pattern>, Vec<Ranges>);
+
+/// An answer whose bytes are in place, or on their way from a device.
+struct Raised<'a> {
+    ranges: Ranges,
+    bytes: u64,
+    raising: Raising<'a>,
+    stall: Duration,
+    /// Keep the pools open.
+    guards: Vec<Guard<Arc<Pool>>>,
+}
+
+impl Drop for Raised<'_> {
+    fn drop(&mut self) {
+        let _ = self.raising.wait(self.stall);
+        if !self.raising.finish() {
+            // The device may still read the pools.
+            std::mem::forget(std::mem::take(&mut self.guards));
+        }
+    }
+}
+
+/// Checks what is asked for, and starts copies of what is on a device.
+fn raise<'a>(
+    source: &'a dyn Source,
     job: Option<&Result<Opened>>,
     read: &DataRead,
-    limits: Serving,
-    (batch, ranges): &mut (Vec<Pattern>, Ranges),
-) -> io::Result<()> {
-    let patience = Patience {
-        spin: limits.spin,
-        wake: None,
-        stall: Some(limits.stall),
-    };
-    let unknown = err!(KVF_ERR_PROTOCOL, "job {} was not opened", read.job);
+    stall: Duration,
+    (batch, spare): &mut Buffers,
+) -> Result<Raised<'a>> {
     let opened = match job {
         Some(Ok(opened)) => opened,
-        Some(Err(e)) => return refuse(stream, e, patience),
-        None => return refuse(stream, &unknown, patience),
+        Some(Err(e)) => return Err(e.clone()),
+        None => bail!(KVF_ERR_PROTOCOL, "job {} was not opened", read.job),
     };
     batch.clear();
-    ranges.clear();
     let cursor = &mut Cursor::from_parts(read.piece, read.segment, read.taken);
     if let Some(binding) = opened.bindings.get(read.binding as usize) {
         binding.take(cursor, read.max_bytes.min(BATCH_BYTES), batch);
     }
-    let pools = match pools(source, batch) {
-        Ok(pools) => pools,
-        Err(e) => return refuse(stream, &e, patience),
+    let pools = pools(source, batch)?;
+    let mut raised = Raised {
+        ranges: spare.pop().unwrap_or_default(),
+        bytes: 0,
+        raising: Raising::new(source.devices()),
+        stall,
+        guards: Vec::with_capacity(pools.len()),
     };
+    raised.ranges.clear();
     // No byte leaves before the lease was seen to hold, and none of a pool that is being freed.
-    let mut guards = Vec::with_capacity(pools.len());
     for pool in pools.values() {
-        match pool.enter() {
-            Some(guard) => guards.push(guard),
-            None => {
-                let e = err!(KVF_ERR_EXPIRED, "pool {} was unregistered", pool.id());
-                return refuse(stream, &e, patience);
-            }
+        match pool.enter_shared() {
+            Some(guard) => raised.guards.push(guard),
+            None => bail!(KVF_ERR_EXPIRED, "pool {} was unregistered", pool.id()),
         }
     }
     if !(opened.holds)() {
-        let e = err!(KVF_ERR_EXPIRED, "the source's lease has ended");
-        return refuse(stream, &e, patience);
+        bail!(KVF_ERR_EXPIRED, "the source's lease has ended");
     }
-    let (mut bytes, mut raising) = (0, Raising::new(source.devices()));
     let mut known: Option<&Arc<Pool>> = None; // neighbours mostly use the same one
     for pattern in batch.iter() {
         let same = known.filter(|pool| pool.id() == pattern.src_pool);
@@ -151,54 +206,63 @@ fn answer(
             continue;
         };
         known = Some(pool);
-        match check(pattern, pool.bytes(), u64::MAX) {
-            Ok(0) => {}
-            Ok(moved) if pool.is_device() => match raising.place(pattern, pool, moved) {
-                Ok(at) => {
-                    bytes += moved;
-                    ranges.push(at, moved as usize);
-                }
-                Err(e) => return refuse(stream, &e, patience),
-            },
-            Ok(moved) => {
-                bytes += moved;
-                for (from, _) in Runs::new(pattern) {
-                    ranges.push(
-                        pool.base().wrapping_add(from as usize),
-                        pattern.run as usize,
-                    );
-                }
+        let moved = check(pattern, pool.bytes(), u64::MAX)?;
+        if moved > 0 && pool.is_device() {
+            let at = raised.raising.place(pattern, pool, moved)?;
+            raised.ranges.push(at, moved as usize);
+        } else if moved > 0 {
+            for (from, _) in Runs::new(pattern) {
+                let at = pool.base().wrapping_add(from as usize);
+                raised.ranges.push(at, pattern.run as usize);
             }
-            Err(e) => return refuse(stream, &e, patience),
         }
+        raised.bytes += moved;
     }
-    if let Err(e) = raising.wait(limits.stall) {
-        // The device may still read the pools.
-        raising.finish(true);
-        std::mem::forget(guards);
-        return refuse(stream, &e, patience);
-    }
+    raised.raising.start();
+    Ok(raised)
+}
+
+/// Sends an answer, or why there is none. Gives its ranges back, to be used again.
+fn answer_with(
+    stream: &Stream,
+    answer: Result<Raised<'_>>,
+    holds: impl Fn() -> bool,
+    limits: Serving,
+) -> io::Result<Option<Ranges>> {
+    let patience = Patience {
+        spin: limits.spin,
+        wake: None,
+        stall: Some(limits.stall),
+    };
+    let waited = answer.and_then(|mut raised| {
+        raised.raising.wait(limits.stall)?;
+        Ok(raised)
+    });
+    let mut raised = match waited {
+        Ok(raised) => raised,
+        Err(e) => return refuse(stream, &e, patience).map(|()| None),
+    };
+    let (bytes, mut ranges) = (raised.bytes, std::mem::take(&mut raised.ranges));
     let mut head = [0; HEAD_BYTES];
     head[8..].copy_from_slice(&bytes.to_le_bytes());
+    let trailer = |raised| {
+        let held = u32::from(holds());
+        drop::<Raised<'_>>(raised);
+        held.to_le_bytes()
+    };
     if bytes <= ONE_MESSAGE {
         let mut whole = head.to_vec();
         // SAFETY: `check` has put every byte inside a pool, which `guards` keep, or it is in the
         // buffer of a lane that `raising` has.
         unsafe { ranges.copy_to(&mut whole) };
-        raising.finish(false);
-        let held = u32::from((opened.holds)());
-        drop(guards);
-        whole.extend_from_slice(&held.to_le_bytes());
-        return stream.send(&whole, patience);
+        whole.extend_from_slice(&trailer(raised));
+        return stream.send(&whole, patience).map(|()| Some(ranges));
     }
     stream.send(&head, patience)?;
     // SAFETY: as above.
-    let sent = unsafe { stream.send_ranges(ranges, patience) };
-    raising.finish(false);
-    sent?;
-    let held = u32::from((opened.holds)());
-    drop(guards);
-    stream.send(&held.to_le_bytes(), patience)
+    unsafe { stream.send_ranges(&mut ranges, patience) }?;
+    stream.send(&trailer(raised), patience)?;
+    Ok(Some(ranges))
 }
 
 fn pools(source: &dyn Source, batch: &[Pattern]) -> Result<HashMap<u32, Arc<Pool>>> {
