@@ -41,6 +41,13 @@ impl Peer {
 
     /// Forgets the peer: imports from it fail.
     pub fn remove(&self) {
+        if self.shared.removed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let mut state = self.agent.lock();
+        for route in &self.shared.routes {
+            state.routes.give_back(route);
+        }
         self.agent.send(Command::RemovePeer(self.shared.id));
     }
 }

@@ -38,7 +38,7 @@ mod ticket;
 mod ucx;
 
 use std::os::fd::RawFd;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -61,7 +61,7 @@ use begin::ImportCell;
 use control::Command;
 use handles::TransferKind;
 use notices::Finished;
-use peers::{PeerShared, Route};
+use peers::PeerShared;
 use shared::Shared;
 
 /// Locks what no panic can leave half-changed.
@@ -137,7 +137,9 @@ impl Agent {
         }
         needed.sort_unstable();
         needed.dedup();
-        let routes = engine.ranks.iter().map(|r| self.route(r)).collect();
+        // One lock for the routes and the command: a removal comes wholly before or after.
+        let mut state = self.shared.lock();
+        let routes = engine.ranks.iter().map(|r| state.routes.take(r)).collect();
         let shared = Arc::new(PeerShared {
             id: self.shared.new_id(),
             user_data,
@@ -145,31 +147,14 @@ impl Agent {
             plan,
             routes,
             needed,
+            removed: AtomicBool::new(false),
         });
         self.shared.send(Command::AddPeer(shared.clone()));
+        drop(state);
         Ok(Peer {
             shared,
             agent: self.shared.clone(),
         })
-    }
-
-    /// The route to a remote agent: the one that other handles use, unless that one is dead.
-    fn route(&self, rank: &metadata::RankInfo) -> Arc<Route> {
-        let mut state = self.shared.lock();
-        if let Some(route) = state
-            .routes
-            .get(&rank.incarnation)
-            .and_then(|r| r.upgrade())
-            && !matches!(route.get(), Some(Err(_)))
-        {
-            return route;
-        }
-        let route = Arc::new(Route::new(rank.incarnation, rank.name.clone()));
-        state.routes.retain(|_, r| r.strong_count() > 0);
-        state
-            .routes
-            .insert(rank.incarnation, Arc::downgrade(&route));
-        route
     }
 
     /// Offers slots under a lease.
