@@ -22,7 +22,7 @@ use super::peers::{PeerShared, Route};
 use super::reader::{NewImport, NewJob};
 use super::serving::data_open;
 use super::shared::{Shared, State, remember};
-use super::slots::GroupSlots;
+use super::slots::{GroupSlots, held_slots};
 use super::ticket::{decode_ticket, entry_of, key};
 use crate::bail;
 use crate::error::{Result, Status};
@@ -41,7 +41,7 @@ use crate::wire;
 const EARLY_BYTES: u64 = 256 << 10;
 
 /// What an import wants, checked against our layout.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Wants {
     pub groups: Vec<ImportGroup>,
     pub states: Vec<ImportState>,
@@ -188,7 +188,7 @@ pub(super) fn import(
     shared.check_open()?;
     let id = shared.new_id();
     let gate = shared.gate(desc.stream, Gated::Import(id))?;
-    let ticket = decode_ticket(&desc.ticket)?;
+    let ticket = decode_ticket(desc.ticket)?;
     let engine = peer.engine.id();
     if ticket.engine != engine.0 {
         bail!(
@@ -218,6 +218,7 @@ pub(super) fn import(
     };
     check_wants(&wants, &layout, &state)?;
     resolve_ends(&mut wants, &ticket)?;
+    let wants = Arc::new(wants);
     let slots = written_slots(&wants, &layout)?;
     check_owned_only(&desc.owned_only, &slots, &state)?;
 
@@ -273,7 +274,7 @@ pub(super) fn import(
                 bindings,
                 pool_map.clone(),
                 lease_of(entry),
-                data_open(&wants, key(ticket.key), entry.epoch),
+                data_open(wants.clone(), key(ticket.key), entry.epoch),
             )));
         }
         jobs.push(job);
@@ -610,15 +611,7 @@ pub(super) fn written_slots(wants: &Wants, layout: &Layout) -> Result<Vec<GroupS
             true => entry(want.skip_token / per_block)..entry(want.token_end.div_ceil(per_block)),
             false => 0..0,
         };
-        let mut slots: Vec<u32> = want.slots[written]
-            .iter()
-            .map(|slot| *slot as u32)
-            .collect();
-        // Holes are the exception, and looking for them is cheaper than taking them out.
-        if (slots.iter().fold(0, |all, slot| all | slot) as i32) < 0 {
-            slots.retain(|slot| *slot as i32 >= 0);
-        }
-        all.push((want.group, slots));
+        all.push((want.group, held_slots(&want.slots[written])));
     }
     for want in &wants.states {
         let held = layout.groups.get(want.group as usize);

@@ -117,7 +117,7 @@ pub(super) fn receive(
             cell: cell.clone(),
             routes: Vec::new(),
             jobs: Vec::new(),
-            wants,
+            wants: Arc::new(wants),
             pools: map,
             deadline: until,
             lease: shared.config.timeouts.lease,
@@ -169,7 +169,7 @@ pub(super) fn push(
         Duration::ZERO => shared.config.timeouts.transfer,
         given => given,
     };
-    // Until the receiver begins to fetch, the push's deadline is the claim's.
+    // Of the whole push, as its machine knows.
     desc.claim = deadline;
     publish(shared, desc, Some((receiver, offer.offer)), observer)
 }

@@ -49,7 +49,7 @@ pub(super) struct NewImport {
     /// One for each job.
     pub routes: Vec<Arc<Route>>,
     pub jobs: Vec<NewJob>,
-    pub wants: Wants,
+    pub wants: Arc<Wants>,
     pub pools: BTreeMap<u32, Arc<Pool>>,
     pub deadline: Now,
     pub lease: Duration,
@@ -393,7 +393,7 @@ impl Control {
                 add_part_bytes(&mut lock(&new.cell.part_bytes), &bindings);
                 new.jobs[at].parts = parts_moved(&new.jobs[at].pair, &new.wants, &bindings);
                 let bindings = bindings.into_iter().map(|(_, b)| b).collect();
-                let request = data_open(&new.wants, new.cell.cell.key, entry.epoch);
+                let request = data_open(new.wants.clone(), new.cell.cell.key, entry.epoch);
                 let (pools, lease) = (new.pools.clone(), lease_of(entry));
                 let job = Arc::new(ReadJob::new(bindings, pools, lease, request));
                 lock(&new.cell.jobs).push(job.clone());
@@ -406,7 +406,7 @@ impl Control {
 
     /// A sender's push for one of our offers came in.
     pub fn on_push(&mut self, agent: Incarnation, push: &wire::Push) {
-        let ticket = match decode_ticket(&push.ticket) {
+        let ticket = match decode_ticket(push.ticket.clone()) {
             Ok(ticket) => ticket,
             Err(e) => {
                 return self
@@ -464,7 +464,7 @@ impl Control {
                 return Ok(());
             };
             let fits = check_prefix(import.new.wants.prefix_tag, ticket)
-                .and_then(|()| resolve_ends(&mut import.new.wants, ticket));
+                .and_then(|()| resolve_ends(Arc::make_mut(&mut import.new.wants), ticket));
             *lock(&import.new.cell.aux) = ticket.aux.clone();
             let saved = saved_bytes(&import.new.wants, layout, ticket);
             if saved > 0 {

@@ -14,7 +14,7 @@ pub mod ucx;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::error::{Error, Result, Status};
 use crate::memory::Pool;
@@ -37,6 +37,9 @@ struct Position {
     taken: u64,
 }
 
+/// Makes what a source must know, out of tables that others have too.
+type MakeRequest = Box<dyn FnOnce() -> wire::DataOpen + Send>;
+
 /// The part of a transfer that reads from one source agent under one lease.
 #[derive(Debug)]
 pub struct ReadJob {
@@ -50,8 +53,9 @@ pub struct ReadJob {
     /// Set with `cancelled`, for who waits on a socket; made when first needed.
     wake: OnceLock<Wake>,
     moved: AtomicU64,
-    /// What a source must know to derive the same copies, for paths through a socket.
-    request: wire::DataOpen,
+    /// What a source must know to derive the same copies, for paths through a socket; only those
+    /// have it made.
+    request: LazyLock<wire::DataOpen, MakeRequest>,
     /// A source said that its lease did not hold.
     lease_lost: AtomicBool,
     /// A device may still write the job's memory.
@@ -68,7 +72,7 @@ impl ReadJob {
         bindings: Vec<Binding>,
         pools: BTreeMap<u32, Arc<Pool>>,
         lease: LeaseRef,
-        request: wire::DataOpen,
+        request: impl FnOnce() -> wire::DataOpen + Send + 'static,
     ) -> Self {
         Self {
             bytes: bindings.iter().map(Binding::bytes).sum(),
@@ -80,7 +84,7 @@ impl ReadJob {
             cancelled: AtomicBool::new(false),
             wake: OnceLock::new(),
             moved: AtomicU64::new(0),
-            request,
+            request: LazyLock::new(Box::new(request)),
             lease_lost: AtomicBool::new(false),
             unquiet: AtomicBool::new(false),
             attested_early: AtomicBool::new(false),
