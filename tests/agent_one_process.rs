@@ -216,6 +216,46 @@ fn an_empty_pull_is_born_complete_and_the_source_is_told() {
     assert!(sink.bytes().iter().all(|b| *b == 0));
 }
 
+/// Who adds a peer right after removing it got the removed one's route, and the late removal ended
+/// the new handle with it.
+#[test]
+fn a_peer_that_is_added_again_is_not_ended_by_the_removal_before() {
+    let (source, sink, mut peer) = pair(Timeouts::default());
+    let metadata = source.agent.engine_metadata().unwrap();
+    for round in 0..200 {
+        let publication = source.agent.publish(offer(round, &[3], 4)).unwrap();
+        let transfer = sink
+            .agent
+            .import_begin(&peer, want(publication.ticket(), &[7], 0))
+            .unwrap();
+        let text = || format!("round {round}: {}", transfer.error_text());
+        assert_eq!(transfer.wait(LONG), KVF_OK, "{}", text());
+        peer.remove();
+        peer = sink.agent.add_peer(&metadata, 7).unwrap();
+        let text = || format!("round {round}: {}", peer.info().text);
+        assert_eq!(peer.wait(LONG), KVF_OK, "{}", text());
+    }
+    // A second handle keeps what the first one shared with it.
+    let second = sink.agent.add_peer(&metadata, 8).unwrap();
+    peer.remove();
+    peer.remove();
+    let publication = source.agent.publish(offer(1000, &[3], 4)).unwrap();
+    let transfer = sink
+        .agent
+        .import_begin(&second, want(publication.ticket(), &[7], 0))
+        .unwrap();
+    assert_eq!(transfer.wait(LONG), KVF_OK, "{}", transfer.error_text());
+    second.remove();
+    while second.wait(Duration::ZERO) == KVF_OK {
+        std::thread::yield_now();
+    }
+    assert_eq!(second.wait(LONG), KVF_ERR_CANCELLED);
+    assert_eq!(
+        second.info().text,
+        "rank 0 (src): the peer was removed by this side"
+    );
+}
+
 #[test]
 fn a_released_publication_gives_no_bytes() {
     let (source, sink, peer) = pair(Timeouts::default());

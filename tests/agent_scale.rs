@@ -2,7 +2,7 @@
 //! read must not have a limit that an engine meets, nor a cost that grows with its square.
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvferry::agent::*;
 use kvferry::error::Status::*;
@@ -246,6 +246,50 @@ fn many_blocks_in_one_call() {
         let to: Vec<i32> = (0..blocks).rev().map(|i| i as i32).collect();
         let info = hand_over(&side(), &side(), BLOCK, &from, &to);
         assert_eq!(info.transport, transport);
+    }
+}
+
+#[test]
+fn a_cancel_at_any_moment_leaves_both_sides_with_one_outcome() {
+    const BLOCK: u64 = 48 << 10; // not small enough for the thread that begins it
+    for transport in ["shm", "unix", "tcp"] {
+        let side = || Side::new(transport, Memory::Own, 1, 4, BLOCK);
+        let (source, sink) = (side(), side());
+        let peer = meet(&source, &sink);
+        let mut done = 0;
+        for round in 0..400u64 {
+            let publication = publish(&source, &[3, 1]);
+            // The slots are the same each time: whoever hears of the end may use them at once.
+            let transfer = pull(&sink, &peer, publication.ticket(), &[0, 2]);
+            let begun = Instant::now();
+            let wait = Duration::from_micros(round % 100 * 4);
+            while round % 4 != 0 && begun.elapsed() < wait {
+                std::hint::spin_loop();
+            }
+            if round % 4 != 0 {
+                transfer.cancel();
+            }
+            let ended = transfer.wait(LONG);
+            while !transfer.info().memory_safe {
+                assert!(begun.elapsed() < LONG);
+                std::thread::yield_now();
+            }
+            let expected = match ended {
+                KVF_OK => KVF_OK,
+                KVF_ERR_CANCELLED => KVF_ERR_CANCELLED_BY_PEER,
+                other => panic!("{transport}: {other:?} {}", transfer.error_text()),
+            };
+            let text = publication.error_text();
+            assert_eq!(publication.wait(LONG), expected, "{transport}: {text}");
+            done += u64::from(ended == KVF_OK);
+            let mut events = Vec::new();
+            sink.agent.take_events(&mut events, 100);
+            let ends = events
+                .iter()
+                .filter(|e| e.kind == EventKind::TransferEnded && e.object == transfer.id());
+            assert_eq!(ends.map(|e| e.status).collect::<Vec<_>>(), [ended]);
+        }
+        assert!(done >= 100, "{transport}: {done} of 400 were not cancelled");
     }
 }
 

@@ -65,6 +65,24 @@ mod source {
     }
 
     #[test]
+    fn a_push_ends_at_its_deadline_whatever_its_reader_does() {
+        let mut p = Publication::push(s(0), s(60), LEASE);
+        claim(&mut p, 1, &[1], s(50));
+        assert_eq!(p.next_deadline(), Some(s(60)));
+        assert_eq!(p.on(Event::Renewed(rank(1)), s(59)), []);
+        let end = ended(&p.on(Event::Tick, s(60)));
+        assert_eq!(end, (KVF_ERR_DEADLINE, vec![(rank(1), KVF_ERR_DEADLINE)]));
+        // A lease that is shorter ends it before; nobody who comes, as any publication.
+        let mut p = Publication::push(s(0), s(60), LEASE);
+        claim(&mut p, 1, &[1], s(5));
+        assert_eq!(p.next_deadline(), Some(s(35)));
+        let end = ended(&p.on(Event::Tick, s(35)));
+        assert_eq!(end, (KVF_ERR_EXPIRED, vec![(rank(1), KVF_ERR_EXPIRED)]));
+        let mut p = Publication::push(s(0), s(60), LEASE);
+        assert_eq!(ended(&p.on(Event::Tick, s(60))), (KVF_ERR_EXPIRED, vec![]));
+    }
+
+    #[test]
     fn without_a_reader_the_claim_deadline_ends_it() {
         let mut p = publication();
         assert_eq!(p.next_deadline(), Some(CLAIM));

@@ -37,6 +37,12 @@ TEST(DeviceMemory, OnlyTheNamedMemoryOfTheNamedDeviceIsTaken) {
   EXPECT_REFUSED(create(), KVF_ERR_INVALID_ARGUMENT, "pinned host memory");
   (void)OF_DOUBLE(cuMemFreeHost)(pinned);
   EXPECT_EQ(pool, nullptr);
+  // Memory of a pool, and of cuMemCreate, belongs to no context.
+  CUdeviceptr pooled = 0;
+  Cuda::check(OF_DOUBLE(cuMemAllocAsync)(&pooled, 4096, nullptr), "cuMemAllocAsync");
+  desc.base = reinterpret_cast<void*>(static_cast<std::uintptr_t>(pooled));
+  EXPECT_REFUSED(create(), KVF_ERR_UNSUPPORTED, "memory of cuMemCreate (VMM) and of a memory pool");
+  (void)OF_DOUBLE(cuMemFreeAsync)(pooled, nullptr);
   // Part of an allocation, and device memory that is registered as host memory.
   desc.base = static_cast<char*>(memory.pointer()) + 4096;
   EXPECT_EQ(create(), KVF_OK) << kvferry::last_error();
@@ -182,7 +188,7 @@ TEST(DeviceMemory, WhatCannotBeMappedGoesThroughTheSocket) {
         << two.peer.text();
     EXPECT_EQ(two.here.differs(5, 7, 3), "");
   }
-  // The source's driver exports nothing, as for memory of a pool.
+  // The source's driver exports nothing.
   setenv("KVF_CUDA_DOUBLE_FAIL", "cuIpcGetMemHandle=801", 1);
   Two two(ProcessKind::device, ProcessKind::device);
   unsetenv("KVF_CUDA_DOUBLE_FAIL");
@@ -192,6 +198,61 @@ TEST(DeviceMemory, WhatCannotBeMappedGoesThroughTheSocket) {
   EXPECT_NE(two.peer.text().find("the source does not export it"), std::string::npos)
       << two.peer.text();
   EXPECT_EQ(two.here.differs(5, 7, 3), "");
+}
+
+// As in host memory: what a transfer reads it must not write.
+TEST(DeviceMemory, SourceAndDestinationMustNotOverlap) {
+  Side source("source", MemoryKind::Device);
+  source.memory.fill(1);
+  kvferry::Agent sink(config("sink"));
+  auto pool = sink.register_device_memory(source.memory.pool().data(), Cache::bytes);
+  sink.set_layout(Cache::groups(pool));
+  auto engine = sink.engine();
+  auto peer = sink.add_peer(source.engine.metadata());
+  ASSERT_EQ(peer.wait(kLong), KVF_OK) << peer.text();
+  auto publication = source.agent.publish(kvferry::key(1), 0, kFrom, 8);
+  auto same = sink.pull_begin(peer, publication.ticket(), 0, Ints{9, 4});
+  EXPECT_EQ(same.wait(kLong), KVF_ERR_TRANSFER);
+  EXPECT_NE(same.error_text().find("that it also reads; publish and pull disjoint slots"),
+            std::string::npos)
+      << same.error_text();
+  EXPECT_TRUE(safe_soon(same));
+  const auto before = source.block(0, 3);
+  auto second = source.agent.publish(kvferry::key(2), 0, kFrom, 8);
+  auto other = sink.pull_begin(peer, second.ticket(), 0, kTo);
+  EXPECT_EQ(other.wait(kLong), KVF_OK) << other.error_text();
+  EXPECT_EQ(source.block(0, 5), before);
+  EXPECT_EQ(sink.destroy(kLong), KVF_OK);
+}
+
+// Up to 64 MiB are one launch, and what is contiguous is one copy.
+TEST(DeviceMemory, LargeTransfersAreFewCalls) {
+  OF_DOUBLE(kvf_cuda_double_delay)(0, 0);
+  struct Case {
+    std::uint64_t block;
+    int blocks;
+    std::uint64_t launches, copies;
+  };
+  for (const Case& c : {Case{16384, 1024, 1, 0}, Case{32 << 20, 1, 0, 1}}) {
+    process_test::Shape shape{c.block, static_cast<std::uint32_t>(c.blocks), 1,
+                              process_test::MemoryKind::device};
+    process_test::Cache source(config("source"), shape), sink(config("sink"), shape);
+    Ints from, to;
+    for (int i = 0; i < c.blocks; ++i) {
+      from.push_back(c.blocks - 1 - i);
+      to.push_back(i);
+    }
+    auto peer = sink.agent.add_peer(source.engine.metadata());
+    ASSERT_EQ(peer.wait(kLong), KVF_OK) << peer.text();
+    auto publication = source.agent.publish(kvferry::key(1), 0, from, from.size());
+    const auto before = books();
+    auto transfer = sink.agent.pull_begin(peer, publication.ticket(), 0, to);
+    ASSERT_EQ(transfer.wait(kLong), KVF_OK) << transfer.error_text();
+    const auto after = books();
+    // Keys and values.
+    EXPECT_EQ(after.launches - before.launches, c.launches);
+    EXPECT_EQ(after.copies - before.copies, c.copies);
+  }
 }
 
 // The driver refuses a call in the middle of a transfer.

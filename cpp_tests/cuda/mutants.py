@@ -21,6 +21,10 @@ MUTANTS = [
         "Processes/Between.EveryByteArrives/device_to_pool",
         {"KVF_CUDA_DOUBLE_DELAY_US": "50000-50000"},
     ),
+    ("cuda_no_ahead", "sockets", "Sockets.CopiesAndSendsOverlapAtBothEnds", {}),
+    ("cuda_one_landing", "sockets", "Sockets.CopiesAndSendsOverlapAtBothEnds", {}),
+    ("cuda_buffer_before_sent", "sockets", "Sockets.CopiesAndSendsOverlapAtBothEnds", {}),
+    ("cuda_overlap", "memory", "DeviceMemory.SourceAndDestinationMustNotOverlap", {}),
     ("cuda_keep_mapping", "memory", "DeviceMemory.ADeadPeersMemoryIsUnmapped", {}),
     (
         "cuda_no_unmap_wait",

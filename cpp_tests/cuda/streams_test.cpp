@@ -289,6 +289,80 @@ TEST_F(Streams, WhatIsNoStreamOfThePoolsIsRefused) {
   EXPECT_EQ(kvf_transfer_destroy(out), KVF_OK);
 }
 
+TEST_F(Streams, ACapturedStreamIsRefusedByEveryCall) {
+  Gpu gpu;
+  auto back = gpu.source.agent.add_peer(gpu.sink.engine.metadata());
+  kvferry::check(back.wait(kLong));
+  Stream stream;
+  kvferry::Offer offer;
+  offer.key = kvferry::key(1);
+  offer.groups = {kvferry::published(0, kFrom, 0, 8)};
+  offer.stream = stream.c();
+  kvferry::Receive receive;
+  receive.key = kvferry::key(3);
+  receive.groups = {kvferry::wanted(0, kTo, 0, 8)};
+  auto in = gpu.sink.agent.receive_begin(receive);
+  receive.key = kvferry::key(4);
+  receive.groups = {kvferry::wanted(0, Ints{7, 8}, 0, 8)};
+  receive.stream = stream.c();
+  kvferry::Push push;
+  push.groups = {kvferry::published(0, kFrom, 0, 8)};
+  push.stream = stream.c();
+  auto publication = gpu.publish(2, kFrom, 8);
+  Stream held;
+  held.hold();
+  held.set(Gpu::block(gpu.source, 1), 1, 1);
+  auto unreadable = gpu.publish_behind(held, 5, {1}, 4);
+  auto transfer = gpu.sink.agent.pull_begin(gpu.peer, unreadable.ticket(), 0, Ints{1});
+
+  Cuda::check(OF_DOUBLE(kvf_cuda_double_capture)(stream.raw(), 1), "capture");
+  const auto refused = [](auto call) {
+    try {
+      call();
+      ADD_FAILURE() << "not refused";
+    } catch (const kvferry::Error& e) {
+      EXPECT_EQ(e.status(), KVF_ERR_UNSUPPORTED) << e.what();
+      EXPECT_NE(std::string(e.what()).find("is being captured into a graph"), std::string::npos)
+          << e.what();
+    }
+  };
+  refused([&] { (void)gpu.source.agent.publish(offer); });
+  refused([&] { (void)gpu.pull_behind(stream.c(), publication.ticket(), Ints{7, 8}); });
+  refused([&] { (void)gpu.sink.agent.receive_begin(receive); });
+  refused([&] { (void)gpu.source.agent.push_begin(back, in.offer(), push); });
+  refused([&] { transfer.stream_wait(stream.c()); });
+  // Nothing was lost by it.
+  Cuda::check(OF_DOUBLE(kvf_cuda_double_capture)(stream.raw(), 0), "capture");
+  transfer.stream_wait(stream.c());
+  held.release();
+  EXPECT_EQ(transfer.wait(kLong), KVF_OK) << transfer.error_text();
+  auto out = gpu.source.agent.push_begin(back, in.offer(), push);
+  EXPECT_EQ(in.wait(kLong), KVF_OK) << in.error_text();
+  EXPECT_EQ(out.wait(kLong), KVF_OK) << out.error_text();
+}
+
+TEST_F(Streams, TheDefaultStreamsWaitForTransfers) {
+  Gpu gpu;
+  Cuda::get().enter();
+  for (std::uintptr_t name : {std::uintptr_t{KVF_STREAM_LEGACY}, std::uintptr_t{KVF_STREAM_PER_THREAD}}) {
+    auto* stream = reinterpret_cast<CUstream>(name);
+    Stream producer;
+    producer.hold();
+    producer.set(Gpu::block(gpu.source, 3), 0x33, Cache::block);
+    auto publication = gpu.publish_behind(producer, name, kFrom, 8);
+    auto transfer = gpu.sink.agent.pull_begin(gpu.peer, publication.ticket(), 0, kTo);
+    transfer.stream_wait(stream);
+    Cuda::check(Cuda::get().set_async(Gpu::block(gpu.sink, 5), 0x11, Cache::block, stream), "set");
+    linger();
+    EXPECT_EQ(Cuda::get().stream_query(stream), CUDA_ERROR_NOT_READY) << name;
+    producer.release();
+    ASSERT_EQ(transfer.wait(kLong), KVF_OK) << transfer.error_text();
+    Cuda::check(Cuda::get().stream_synchronize(stream), "cuStreamSynchronize");
+    EXPECT_EQ(gpu.sink.block(0, 5), bytes_of(0x11, Cache::block));
+    EXPECT_EQ(gpu.sink.block(0, 6), gpu.source.block(0, 9));
+  }
+}
+
 TEST_F(Streams, ADeviceWithoutMemoryOperationsSaysSo) {
   Gpu gpu;
   Stream producer, consumer;

@@ -60,6 +60,9 @@ void kvf_cuda_double_delay(uint32_t min_us, uint32_t max_us);
 CUresult kvf_cuda_double_hold(CUstream stream);
 CUresult kvf_cuda_double_release(CUstream stream);
 
+/* The same for all streams of the process, those of others too: 1 holds, 0 releases. */
+void kvf_cuda_double_hold_all(int held);
+
 /* From now on (0: no longer) cuStreamIsCapturing says that this stream is being captured into a graph,
  * and waiting for it fails, as in a capture. No graph is made of the work. Returns a CUresult. */
 CUresult kvf_cuda_double_capture(CUstream stream, int capturing);

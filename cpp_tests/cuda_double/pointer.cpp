@@ -15,7 +15,9 @@ bool attribute(void* data, int which, CUdeviceptr pointer, const Range& range) {
   };
   const bool device = range.on_device();
   switch (which) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT: return put(range.context->handle);
+    // Memory of a pool belongs to no context, as that of cuMemCreate.
+    case CU_POINTER_ATTRIBUTE_CONTEXT:
+      return put(device && !range.exportable ? CUcontext{} : range.context->handle);
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
       return put(device ? unsigned{CU_MEMORYTYPE_DEVICE} : unsigned{CU_MEMORYTYPE_HOST});
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: return put(pointer);

@@ -136,6 +136,7 @@ struct State {
   // Guards the streams' queues; signalled whenever any work has been executed.
   std::mutex progress;
   std::condition_variable progressed;
+  bool all_held = false;  // guarded by progress
 
   std::atomic<uint64_t> copies{0}, copied_bytes{0}, pageable_copies{0}, launches{0},
       host_functions{0}, unresolved_waits{0};

@@ -1,6 +1,8 @@
 // Streams: each has a thread that executes its work in order.
 #include "call.hpp"
 
+#include <pthread.h>
+
 #include <chrono>
 
 using namespace cuda_double;
@@ -24,7 +26,7 @@ void run(const std::shared_ptr<Stream>& stream) {
   std::unique_lock<std::mutex> lock(all.progress);
   for (;;) {
     all.progressed.wait(lock, [&] {
-      return (!stream->queue.empty() && !stream->held) || (stream->queue.empty() && stream->closing);
+      return (!stream->queue.empty() && !stream->held && !all.all_held) || (stream->queue.empty() && stream->closing);
     });
     if (stream->queue.empty()) break;
     Work work = std::move(stream->queue.front());
@@ -47,7 +49,10 @@ void run(const std::shared_ptr<Stream>& stream) {
 void start(const std::shared_ptr<Stream>& stream) {  // with State::progress held
   if (stream->running) return;
   stream->running = true;
-  std::thread([stream] { run(stream); }).detach();
+  std::thread([stream] {
+    pthread_setname_np(pthread_self(), "cuda-double");  // what counts threads leaves them out
+    run(stream);
+  }).detach();
 }
 
 }  // namespace
@@ -436,6 +441,12 @@ CUresult hold(CUstream handle, bool held) {
 KVF_DOUBLE_EXPORT CUresult kvf_cuda_double_hold(CUstream handle) { return hold(handle, true); }
 
 KVF_DOUBLE_EXPORT CUresult kvf_cuda_double_release(CUstream handle) { return hold(handle, false); }
+
+KVF_DOUBLE_EXPORT void kvf_cuda_double_hold_all(int held) {
+  std::lock_guard<std::mutex> lock(state().progress);
+  state().all_held = held != 0;
+  state().progressed.notify_all();
+}
 
 KVF_DOUBLE_EXPORT CUresult kvf_cuda_double_capture(CUstream handle, int capturing) {
   std::shared_ptr<Stream> stream;

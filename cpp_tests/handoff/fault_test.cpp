@@ -4,11 +4,10 @@
 //
 // Each round: the survivor comes to a truthful end, its memory is safe and changes no more, it
 // goes on serving a bystander. At the end nothing of the victims is left in its /proc.
-#include <dirent.h>
-
 #include <fstream>
 #include <thread>
 
+#include "proc.hpp"
 #include "ranks.hpp"
 
 using namespace handoff;
@@ -68,8 +67,8 @@ struct Resources {
 
   explicit Resources(pid_t pid) {
     const std::string proc = "/proc/" + std::to_string(pid);
-    fds = count(proc + "/fd");
-    threads = count(proc + "/task");
+    fds = kvferry_test::open_files(proc);
+    threads = kvferry_test::threads(proc);
     std::ifstream in(proc + "/maps");
     for (std::string line; std::getline(in, line);) {
       if (line.find("memfd:kvferry") != std::string::npos) ++maps;
@@ -83,16 +82,6 @@ struct Resources {
   std::string text() const {
     return std::to_string(fds) + " fds, " + std::to_string(threads) + " threads, " +
            std::to_string(maps) + " maps";
-  }
-
- private:
-  static std::size_t count(const std::string& folder) {
-    std::size_t n = 0;
-    if (DIR* dir = opendir(folder.c_str())) {
-      while (readdir(dir) != nullptr) ++n;
-      closedir(dir);
-    }
-    return n;
   }
 };
 
@@ -268,7 +257,8 @@ class Group {
       EXPECT_TRUE(attested) << "success after the lease had ended";
     } else {
       EXPECT_TRUE(one_of(outcome, {"KVF_ERR_EXPIRED", "KVF_ERR_PEER_LOST", "KVF_ERR_TRANSFER",
-                                   "KVF_ERR_CANCELLED_BY_PEER"}));
+                                   "KVF_ERR_CANCELLED_BY_PEER"}))
+          << reader().ask("text " + reader_transfer());
     }
     check_reader(outcome, old_seed);
     unchanged(*victim_, victim_->ask("digest"));

@@ -15,6 +15,7 @@
 //   peerstate MS                         -> status once the peer is lost, at the latest after MS; text
 //   metric START                         -> the metric line that starts so, or "none"
 //   differs SLOT SEED SOURCE_SLOT        -> first difference or "same"
+//   copied                               -> bytes that the CUDA double has copied in this process
 //   unregister MS | drain MS | destroy MS -> status
 #include <iostream>
 #include <map>
@@ -114,6 +115,7 @@ class Program {
       const auto text = cache_.differs(slot, seed, source);
       return text.empty() ? "same" : text;
     }
+    if (command == "copied") return std::to_string(kvferry_test::books().copied_bytes);
     std::uint64_t ms = 0;
     in >> ms;
     if (command == "unregister") return name(cache_.unregister(std::chrono::milliseconds(ms)));

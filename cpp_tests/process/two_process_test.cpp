@@ -1,5 +1,4 @@
 // Two processes: every byte, every end, and what happens when one of them dies or stops.
-#include <dirent.h>
 #include <gtest/gtest.h>
 
 #include <random>
@@ -7,6 +6,7 @@
 
 #include "cache.hpp"
 #include "child.hpp"
+#include "proc.hpp"
 
 using namespace process_test;
 using Clock = std::chrono::steady_clock;
@@ -48,14 +48,6 @@ struct Pair {
   kvferry::Peer peer;
 };
 
-std::size_t count(const std::string& folder) {
-  DIR* dir = opendir(folder.c_str());
-  std::size_t n = 0;
-  while (readdir(dir) != nullptr) ++n;
-  closedir(dir);
-  return n;
-}
-
 // Mappings of kvferry's shared memory in this process.
 std::size_t kvferry_maps() {
   std::FILE* f = std::fopen("/proc/self/maps", "r");
@@ -76,11 +68,11 @@ bool warm() {
 struct Resources {
   // The driver's own threads and files are there from the first allocation on.
   bool device = warm();
-  std::size_t fds = count("/proc/self/fd"), threads = count("/proc/self/task"),
-              maps = kvferry_maps();
+  std::size_t fds = kvferry_test::open_files("/proc/self");
+  std::size_t threads = kvferry_test::threads("/proc/self");
+  std::size_t maps = kvferry_maps();
   bool operator==(const Resources& o) const {
-    // Threads of the double may have been about to end before.
-    return fds == o.fds && (threads == o.threads || (device && threads < o.threads)) && maps == o.maps;
+    return fds == o.fds && threads == o.threads && maps == o.maps;
   }
 };
 
@@ -90,11 +82,7 @@ void expect_nothing_left(const Resources& before) {
   while (!(Resources{} == before) && Clock::now() < deadline) std::this_thread::sleep_for(5ms);
   const Resources after;
   EXPECT_EQ(after.fds, before.fds);
-  if (before.device) {
-    EXPECT_LE(after.threads, before.threads);
-  } else {
-    EXPECT_EQ(after.threads, before.threads);
-  }
+  EXPECT_EQ(after.threads, before.threads);
   EXPECT_EQ(after.maps, before.maps);
 }
 

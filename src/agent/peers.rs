@@ -1,10 +1,12 @@
 //! A remote engine as a caller's handle sees it, and the routes to its agents.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::api::PeerInfo;
-use super::metadata::EngineInfo;
+use super::metadata::{EngineInfo, RankInfo};
 use crate::error::{Error, Status};
 use crate::ids::Incarnation;
 use crate::plan::Plan;
@@ -81,6 +83,40 @@ impl std::fmt::Debug for Route {
     }
 }
 
+/// The routes that a new handle shares with others, with how many handles have each.
+#[derive(Default)]
+pub(super) struct Routes(BTreeMap<Incarnation, (Weak<Route>, usize)>);
+
+impl Routes {
+    /// The route to an agent: the one that other handles use, unless that one is dead.
+    pub fn take(&mut self, rank: &RankInfo) -> Arc<Route> {
+        if let Some((route, handles)) = self.0.get_mut(&rank.incarnation)
+            && let Some(route) = route.upgrade()
+            && !matches!(route.get(), Some(Err(_)))
+        {
+            *handles += 1;
+            return route;
+        }
+        self.0.retain(|_, (route, _)| route.strong_count() > 0);
+        let route = Arc::new(Route::new(rank.incarnation, rank.name.clone()));
+        self.0.insert(rank.incarnation, (Arc::downgrade(&route), 1));
+        route
+    }
+
+    /// A handle is removed. After the last one nobody is given the route any more, although the
+    /// control thread has yet to end it: who adds the peer again must not be ended with it.
+    pub fn give_back(&mut self, route: &Arc<Route>) {
+        if let Some((known, handles)) = self.0.get_mut(&route.incarnation)
+            && std::ptr::eq(known.as_ptr(), Arc::as_ptr(route))
+        {
+            *handles -= 1;
+            if *handles == 0 {
+                self.0.remove(&route.incarnation);
+            }
+        }
+    }
+}
+
 /// One `peer_add`.
 #[derive(Debug)]
 pub(super) struct PeerShared {
@@ -93,6 +129,8 @@ pub(super) struct PeerShared {
     pub routes: Vec<Arc<Route>>,
     /// Ranks that our rank reads from, ascending.
     pub needed: Vec<usize>,
+    /// The caller has removed it.
+    pub removed: AtomicBool,
 }
 
 impl PeerShared {

@@ -10,7 +10,7 @@ use super::cells::{Cell, Observer};
 use super::control::Command;
 use super::gates::Gated;
 use super::shared::{Shared, State};
-use super::slots::GroupSlots;
+use super::slots::{GroupSlots, held_slots};
 use super::source::{NewPublication, PublicationCell};
 use super::ticket::encode_ticket;
 use crate::bail;
@@ -18,6 +18,7 @@ use crate::error::Result;
 use crate::ids::{Epoch, Incarnation, PublicationId};
 use crate::layout::{Group, GroupKind, Layout};
 use crate::observe::Times;
+use crate::plan::slot_twice;
 use crate::wire;
 
 /// Longest aux data, in bytes.
@@ -88,7 +89,7 @@ pub(super) fn publish(
             .iter()
             .map(|g| wire::TicketGroup {
                 group: g.group,
-                slots: wire::pack_slots(&g.slots),
+                slots: wire::pack_slots(&g.slots).into(),
                 token_begin: g.token_begin,
                 token_end: g.token_end,
                 first_ordinal: g.first_ordinal,
@@ -205,13 +206,16 @@ fn read_slots(desc: &PublishDesc, layout: &Layout, state: &State) -> Result<Vec<
                 given.token_end
             );
         }
-        let mut slots = Vec::with_capacity(given.slots.len());
-        for slot in given.slots.iter().filter(|slot| **slot != -1) {
-            state.slots.check(given.group, i64::from(*slot))?;
-            slots.push(*slot as u32);
+        state.slots.check_table(given.group, &given.slots)?;
+        if let Some((_, entry)) = slot_twice(&given.slots, state.slots.count(given.group)) {
+            bail!(
+                KVF_ERR_DUPLICATE,
+                "slot {} of group {} is given for two blocks",
+                given.slots[entry],
+                given.group
+            );
         }
-        check_distinct(given.group, &slots)?;
-        all.push((given.group, slots));
+        all.push((given.group, held_slots(&given.slots)));
     }
     for given in &desc.states {
         let held = find(given.group, &all)?;
@@ -230,17 +234,4 @@ fn read_slots(desc: &PublishDesc, layout: &Layout, state: &State) -> Result<Vec<
         all.push((given.group, vec![given.slot as u32]));
     }
     Ok(all)
-}
-
-fn check_distinct(group: u32, slots: &[u32]) -> Result<()> {
-    let mut sorted = slots.to_vec();
-    sorted.sort_unstable();
-    match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => bail!(
-            KVF_ERR_DUPLICATE,
-            "slot {} of group {group} is given for two blocks",
-            pair[0]
-        ),
-        None => Ok(()),
-    }
 }

@@ -1,35 +1,31 @@
-//! The control thread's table of imports: events in, actions of the session machine out; and the
-//! workers' part of a job.
+//! The control thread's table of imports: events in, actions of the session machine out.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
-use super::begin::{
-    ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_of, parts_moved, resolve_ends,
-};
-use super::control::{Command, Control, Timer};
+use super::begin::lease_of;
+use super::control::{Control, Timer};
+use super::copying::Run;
 use super::count::saved_bytes;
 use super::gates::Gated;
+use super::import_cell::{Decider, ImportCell};
 use super::notices::Finished;
 use super::peers::{PeerShared, Route};
-use super::remote::naming;
 use super::serving::data_open;
-use super::shared::Shared;
 use super::ticket::{decode_ticket, entry_of, key};
+use super::wants::{Wants, add_part_bytes, bind, check_prefix, parts_moved, resolve_ends};
 use super::{lock, metadata};
 use crate::cuda::Gate;
 use crate::error::{Error, Status};
 use crate::ids::{Epoch, Incarnation, PublicationId};
 use crate::memory::Pool;
+use crate::observe::fault;
 use crate::observe::metrics::Notice;
-use crate::observe::{Times, fault};
 use crate::plan::Pair;
 use crate::session::reader::{self, Action, Event};
 use crate::session::{End, Now};
-use crate::transport::{DataPath, ReadJob};
+use crate::transport::ReadJob;
 use crate::wire::{self, Body};
 
 /// One source rank's part of an import.
@@ -42,6 +38,8 @@ pub(super) struct NewJob {
     pub parts: Vec<usize>,
     /// The source's stream has not come so far: its word has to be waited for.
     pub gated: bool,
+    /// A worker has it already.
+    pub started: bool,
 }
 
 /// An import on its way to the control thread.
@@ -50,7 +48,7 @@ pub(super) struct NewImport {
     /// One for each job.
     pub routes: Vec<Arc<Route>>,
     pub jobs: Vec<NewJob>,
-    pub wants: Wants,
+    pub wants: Arc<Wants>,
     pub pools: BTreeMap<u32, Arc<Pool>>,
     pub deadline: Now,
     pub lease: Duration,
@@ -75,9 +73,6 @@ impl Import {
     }
 }
 
-/// Copies less than this are not worth a second worker, in bytes.
-const SHARE_BYTES: u64 = 512 << 10;
-
 impl Control {
     pub fn begin_import(&mut self, mut new: NewImport) {
         let gate = new.gate.take();
@@ -94,9 +89,26 @@ impl Control {
             self.hold_gate(Gated::Import(id), gate);
         }
         for job in 0..jobs {
-            self.try_start(id, job);
+            if self
+                .imports
+                .get(&id)
+                .is_some_and(|i| i.new.jobs[job].started)
+            {
+                self.already_started(id, job);
+            } else {
+                self.try_start(id, job);
+            }
         }
         self.look_for_senders(id);
+    }
+
+    /// A job that a worker was given before this thread knew of it.
+    fn already_started(&mut self, id: u64, job: usize) {
+        self.import_event(id, Event::Ready(job));
+        let import = self.imports.get(&id);
+        if let Some(Err(e)) = import.and_then(|import| import.new.routes[job].get()) {
+            self.import_event(id, Event::SourceLost(job, End::new(e.status, e.text)));
+        }
     }
 
     /// Starts what only waited for the gate.
@@ -166,7 +178,14 @@ impl Control {
         let Some(import) = self.imports.get_mut(&id) else {
             return;
         };
-        let actions = import.machine.on(event, now);
+        let mut machine = import.machine.clone();
+        let actions = machine.on(event, now);
+        let decides = actions.iter().any(|a| matches!(a, Action::Outcome(_)));
+        let by_worker = decides && !import.new.cell.decide(Decider::Control);
+        if by_worker && !machine.outcome().is_some_and(End::is_ok) {
+            return; // too late: the import has succeeded, and the worker's word of it is coming
+        }
+        import.machine = machine;
         let next = import.machine.next_deadline();
         self.timers.set(Timer::Import(id), next);
         let safe = actions.contains(&Action::MemorySafe);
@@ -182,6 +201,7 @@ impl Control {
                     }
                 }
                 Action::Renew(job) => self.renew(id, job),
+                Action::Outcome(_) if by_worker => {}
                 Action::Outcome(end) => self.outcome(id, end, safe),
                 Action::Tell(job, end) => self.tell_source(id, job, &end),
                 Action::MemorySafe => {
@@ -202,26 +222,13 @@ impl Control {
 
     fn free_slots(&self, id: u64) {
         if let Some(import) = self.imports.get(&id) {
-            let mut state = self.shared.lock();
-            state.slots.end_write(id, &import.new.cell.slots);
+            import.new.cell.free_slots(&self.shared);
         }
     }
 
     fn outcome(&mut self, id: u64, end: End, safe: bool) {
-        let Some(import) = self.imports.get(&id) else {
-            return;
-        };
-        let cell = &import.new.cell;
-        cell.ended_now();
-        self.shared.count_import(cell, &end);
-        self.shared.log.debug(format_args!(
-            "import {id} of {} ended: {:?} {}",
-            cell.cell.key, end.status, end.text
-        ));
-        if safe {
-            cell.cell.end_safe(end);
-        } else {
-            cell.cell.end(end);
+        if let Some(import) = self.imports.get(&id) {
+            import.new.cell.report(&self.shared, end, safe);
         }
     }
 
@@ -243,7 +250,8 @@ impl Control {
             return self.import_event(id, Event::Stopped(at, End::ok()));
         }
         let path = match route.get() {
-            Some(Ok(path)) => path,
+            _ if new.started => None,
+            Some(Ok(path)) => Some(path),
             Some(Err(e)) => {
                 let end = End::new(e.status, e.text);
                 return self.import_event(id, Event::Stopped(at, end));
@@ -253,37 +261,14 @@ impl Control {
                 return self.import_event(id, Event::Stopped(at, end));
             }
         };
-        let cell = &import.new.cell;
-        cell.submit(&new.parts, path.name());
+        let (cell, alone) = (import.new.cell.clone(), import.new.jobs.len() == 1);
+        let (parts, route) = (new.parts.clone(), route.clone());
         let priority = import.new.priority;
         self.send_to(new.id.source, Body::Claim(claim));
         fault::point("claimed");
-        let workers = self.shared.workers.count().min(path.most_workers()) as u64;
-        let share = job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
-        job.shared_by(share);
-        let run = Arc::new(Run {
-            path,
-            job,
-            route: route.clone(),
-            times: cell.times.clone(),
-            queued: OnceLock::new(),
-            left: AtomicUsize::new(share),
-            failed: Mutex::new(None),
-        });
-        for _ in 0..share {
-            let (run, shared) = (run.clone(), self.shared.clone());
-            self.shared.workers.submit(priority, move || {
-                if let Some(end) = run.work() {
-                    run.count(&shared, &end);
-                    let unquiet = run.job.is_unquiet();
-                    // Before the message: whoever hears of the end may free the pools.
-                    drop(run);
-                    shared.send(match unquiet {
-                        false => Command::Stopped(id, at, end),
-                        true => Command::Stuck(id, at, end),
-                    });
-                }
-            });
+        if let Some(path) = path {
+            let run = Run::new(&cell, at, alone, job, path, route);
+            run.submit(&self.shared, &parts, priority);
         }
     }
 
@@ -407,7 +392,7 @@ impl Control {
                 add_part_bytes(&mut lock(&new.cell.part_bytes), &bindings);
                 new.jobs[at].parts = parts_moved(&new.jobs[at].pair, &new.wants, &bindings);
                 let bindings = bindings.into_iter().map(|(_, b)| b).collect();
-                let request = data_open(&new.wants, new.cell.cell.key, entry.epoch);
+                let request = data_open(new.wants.clone(), new.cell.cell.key, entry.epoch);
                 let (pools, lease) = (new.pools.clone(), lease_of(entry));
                 let job = Arc::new(ReadJob::new(bindings, pools, lease, request));
                 lock(&new.cell.jobs).push(job.clone());
@@ -420,7 +405,7 @@ impl Control {
 
     /// A sender's push for one of our offers came in.
     pub fn on_push(&mut self, agent: Incarnation, push: &wire::Push) {
-        let ticket = match decode_ticket(&push.ticket) {
+        let ticket = match decode_ticket(push.ticket.clone()) {
             Ok(ticket) => ticket,
             Err(e) => {
                 return self
@@ -478,7 +463,7 @@ impl Control {
                 return Ok(());
             };
             let fits = check_prefix(import.new.wants.prefix_tag, ticket)
-                .and_then(|()| resolve_ends(&mut import.new.wants, ticket));
+                .and_then(|()| resolve_ends(Arc::make_mut(&mut import.new.wants), ticket));
             *lock(&import.new.cell.aux) = ticket.aux.clone();
             let saved = saved_bytes(&import.new.wants, layout, ticket);
             if saved > 0 {
@@ -502,6 +487,7 @@ impl Control {
                     job: None,
                     parts: Vec::new(),
                     gated: false,
+                    started: false,
                 });
             }
             import.machine.expect(import.new.jobs.len());
@@ -526,103 +512,5 @@ impl Control {
             ),
         }
         Ok(())
-    }
-}
-
-/// Several workers on one job.
-struct Run {
-    path: Arc<dyn DataPath>,
-    job: Arc<ReadJob>,
-    route: Arc<Route>,
-    times: Arc<Times>,
-    /// When the first worker began, since the transfer did.
-    queued: OnceLock<Duration>,
-    left: AtomicUsize,
-    failed: Mutex<Option<Error>>,
-}
-
-impl Run {
-    /// One worker's part; the last one to return gets the job's end.
-    fn work(&self) -> Option<End> {
-        // A panic must not leave the job without an end.
-        struct Leave<'a>(&'a Run);
-        impl Drop for Leave<'_> {
-            fn drop(&mut self) {
-                if std::thread::panicking() {
-                    self.0.job.cancel();
-                    self.0.left.fetch_sub(1, Ordering::AcqRel);
-                }
-            }
-        }
-        let leave = Leave(self);
-        self.queued.get_or_init(|| self.times.copying());
-        if let Err(e) = self.path.run(&self.job) {
-            self.job.cancel();
-            lock(&self.failed).get_or_insert(e);
-        }
-        std::mem::forget(leave);
-        if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
-            return None;
-        }
-        self.times.copied();
-        Some(finish(
-            &*self.path,
-            &self.job,
-            lock(&self.failed).take(),
-            &self.route.name,
-        ))
-    }
-}
-
-impl Run {
-    /// Counts the job after its last worker has returned.
-    fn count(&self, shared: &Shared, end: &End) {
-        let queued = self.queued.get().copied().unwrap_or_default();
-        let (peer, path) = (&self.route.name, &*self.path);
-        shared.count_read(peer, path, &self.job, &self.times, queued, end);
-    }
-}
-
-/// Runs a whole job on the calling thread; `None`: it has to go on on a worker.
-pub(super) fn run_inline(
-    path: &dyn DataPath,
-    job: &ReadJob,
-    times: &Times,
-    peer: &str,
-) -> Option<End> {
-    let failed = match path.run_at_once(job) {
-        Ok(true) => None,
-        Ok(false) => return None,
-        Err(e) => Some(e),
-    };
-    times.copied();
-    Some(finish(path, job, failed, peer))
-}
-
-/// After the last byte: did the lease hold?
-fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>, peer: &str) -> End {
-    if let Some(e) = failed {
-        return naming(End::new(e.status, e.text), peer);
-    }
-    if job.moved() < job.bytes() {
-        return End::new(
-            Status::KVF_ERR_CANCELLED,
-            format!("stopped after {} of {} bytes", job.moved(), job.bytes()),
-        );
-    }
-    fault::point("before_attest");
-    let attested = path.attest(job);
-    fault::point("after_attest");
-    match attested {
-        Ok(true) => End::ok(),
-        Ok(false) if fault::deviates("skip_attest") => End::ok(),
-        Ok(false) => End::new(
-            Status::KVF_ERR_EXPIRED,
-            format!(
-                "the source's lease ended before the last of {} bytes was attested",
-                job.bytes()
-            ),
-        ),
-        Err(e) => naming(End::new(e.status, e.text), peer),
     }
 }

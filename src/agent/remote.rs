@@ -150,7 +150,7 @@ impl Control {
                 .any(|p| p.routes.iter().any(|r| r.incarnation == agent));
             if !shared_with && self.remotes.contains_key(&agent) {
                 let end = End::new(
-                    Status::KVF_ERR_PEER_LOST,
+                    Status::KVF_ERR_CANCELLED,
                     "the peer was removed by this side",
                 );
                 self.sources_lost(agent, &end);

@@ -8,12 +8,12 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Instant;
 
 use super::api::{ImportGroup, ImportState, Timeouts};
-use super::begin::{Wants, bind};
 use super::lock;
 use super::metadata::{EngineInfo, RankInfo, incarnation};
 use super::opening::{Identity, call_blocking, receive_blocking};
 use super::shared::{Shared, random};
 use super::ticket::key;
+use super::wants::{Wants, bind};
 use crate::cuda::Devices;
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
@@ -344,28 +344,34 @@ fn wants(open: &DataOpen) -> Result<Wants> {
 }
 
 /// What a source must know to derive the copies of an import.
-pub(super) fn data_open(wants: &Wants, key: crate::ids::Key, epoch: u64) -> DataOpen {
-    let groups = wants.groups.iter().map(|g| DataPart {
-        group: g.group,
-        state: false,
-        slots: pack_slots(&g.slots),
-        first_ordinal: g.first_ordinal,
-        skip_token: g.skip_token,
-        token_end: g.token_end,
-    });
-    let states = wants.states.iter().map(|s| DataPart {
-        group: s.group,
-        state: true,
-        slots: pack_slots(&[s.slot]),
-        first_ordinal: 0,
-        skip_token: 0,
-        token_end: s.as_of_token,
-    });
-    DataOpen {
-        job: 0,
-        key: Some(key.into()),
-        epoch,
-        parts: groups.chain(states).collect(),
+pub(super) fn data_open(
+    wants: Arc<Wants>,
+    key: crate::ids::Key,
+    epoch: u64,
+) -> impl FnOnce() -> DataOpen {
+    move || {
+        let groups = wants.groups.iter().map(|g| DataPart {
+            group: g.group,
+            state: false,
+            slots: pack_slots(&g.slots),
+            first_ordinal: g.first_ordinal,
+            skip_token: g.skip_token,
+            token_end: g.token_end,
+        });
+        let states = wants.states.iter().map(|s| DataPart {
+            group: s.group,
+            state: true,
+            slots: pack_slots(&[s.slot]),
+            first_ordinal: 0,
+            skip_token: 0,
+            token_end: s.as_of_token,
+        });
+        DataOpen {
+            job: 0,
+            key: Some(key.into()),
+            epoch,
+            parts: groups.chain(states).collect(),
+        }
     }
 }
 

@@ -8,12 +8,12 @@ use std::time::Instant;
 use tokio::sync::mpsc;
 
 use super::api::{AgentConfig, Event};
-use super::begin::ImportCell;
 use super::control::Command;
 use super::group::Board;
+use super::import_cell::ImportCell;
 use super::log::Log;
 use super::metadata::EngineInfo;
-use super::peers::Route;
+use super::peers::Routes;
 use super::pools::{PoolEntry, Pools};
 use super::serving::DataConnections;
 use super::slots::Slots;
@@ -63,8 +63,7 @@ pub(super) struct State {
     group_pools: Vec<Vec<u32>>,
     pub engine: Option<Arc<OwnEngine>>,
     pub slots: Slots,
-    /// Routes that some handle still has.
-    pub routes: BTreeMap<Incarnation, Weak<Route>>,
+    pub routes: Routes,
     /// Imports that were not ended inside their begin call, to find the unsafe ones.
     pub running: Vec<Weak<ImportCell>>,
     /// Publications that are not ended, to fail them if the control thread breaks.

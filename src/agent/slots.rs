@@ -6,6 +6,7 @@ use crate::bail;
 use crate::error::Result;
 use crate::ids::Key;
 use crate::layout::Layout;
+use crate::plan::unknown_slot;
 
 /// Set in a word whose slot is the destination of a transfer; the other bits are its id. Without
 /// it the word counts publications.
@@ -21,6 +22,16 @@ pub(super) struct Slots {
 
 /// Slots of one group, `-1` entries left out.
 pub(super) type GroupSlots = (u32, Vec<u32>);
+
+/// The slots of a table, without its holes.
+pub(super) fn held_slots(table: &[i32]) -> Vec<u32> {
+    let mut slots: Vec<u32> = table.iter().map(|slot| *slot as u32).collect();
+    // Holes are the exception, and looking for them is cheaper than taking them out.
+    if (slots.iter().fold(0, |all, slot| all | slot) as i32) < 0 {
+        slots.retain(|slot| *slot as i32 >= 0);
+    }
+    slots
+}
 
 impl Slots {
     /// All slots of the layout, free.
@@ -107,20 +118,27 @@ impl Slots {
     /// `KVF_ERR_OUT_OF_RANGE`, or `KVF_ERR_SLOT_BUSY` naming the writing transfer.
     pub fn begin_read(&mut self, slots: &[GroupSlots]) -> Result<()> {
         for (group, list) in slots {
-            for slot in list {
+            let words = self.words(*group);
+            let is_free = |slot: &u32| {
+                words
+                    .get(*slot as usize)
+                    .is_some_and(|held| held & WRITER == 0)
+            };
+            if let Some(slot) = list.iter().find(|slot| !is_free(slot)) {
                 let held = *self.word(*group, *slot)?;
-                if held & WRITER != 0 {
-                    bail!(
-                        KVF_ERR_SLOT_BUSY,
-                        "slot {slot} of group {group} is {}",
-                        self.describe(held)
-                    );
-                }
+                bail!(
+                    KVF_ERR_SLOT_BUSY,
+                    "slot {slot} of group {group} is {}",
+                    self.describe(held)
+                );
             }
         }
         for (group, list) in slots {
+            let words = self.words(*group);
             for slot in list {
-                *self.word(*group, *slot)? += 1;
+                if let Some(held) = words.get_mut(*slot as usize) {
+                    *held += 1;
+                }
             }
         }
         Ok(())
@@ -129,8 +147,9 @@ impl Slots {
     /// Takes a reader from the slots.
     pub fn end_read(&mut self, slots: &[GroupSlots]) {
         for (group, list) in slots {
+            let words = self.words(*group);
             for slot in list {
-                if let Ok(held) = self.word(*group, *slot)
+                if let Some(held) = words.get_mut(*slot as usize)
                     && *held & WRITER == 0
                 {
                     *held = held.saturating_sub(1);
@@ -158,12 +177,16 @@ impl Slots {
         );
     }
 
+    /// Slots of a group.
+    pub fn count(&self, group: u32) -> u32 {
+        let words = self.groups.get(group as usize).map_or(0, Vec::len);
+        u32::try_from(words).unwrap_or(u32::MAX)
+    }
+
     /// Checks that all slots of a table exist; -1 is none.
     pub fn check_table(&self, group: u32, slots: &[i32]) -> Result<()> {
-        let count = self.groups.get(group as usize).map_or(0, Vec::len) as u64;
-        let known = |slot: &i32| *slot == -1 || u64::from(*slot as u32) < count;
-        match slots.iter().find(|slot| !known(slot)) {
-            Some(slot) => self.check(group, i64::from(*slot)),
+        match unknown_slot(slots, self.count(group)) {
+            Some(entry) => self.check(group, i64::from(slots[entry])),
             None => Ok(()),
         }
     }

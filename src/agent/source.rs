@@ -116,7 +116,10 @@ impl Publications {
 impl Control {
     pub fn publish(&mut self, mut new: NewPublication) {
         let (id, now) = (new.cell.id, self.shared.now());
-        let machine = Publication::new(now, new.claim, new.lease_time);
+        let machine = match new.push {
+            Some(_) => Publication::push(now, new.claim, new.lease_time),
+            None => Publication::new(now, new.claim, new.lease_time),
+        };
         self.timers
             .set(Timer::Publication(id), machine.next_deadline());
         self.publications.by_key.insert(id.key, id.epoch);

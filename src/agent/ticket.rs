@@ -1,6 +1,7 @@
 //! Tickets and offers: the bytes that travel with a request.
 
 use prost::Message;
+use prost::bytes::Bytes;
 
 use crate::error::Result;
 use crate::ids::{Incarnation, Key};
@@ -55,17 +56,17 @@ fn encode(magic: [u8; 4], message: &impl Message) -> Vec<u8> {
 /// # Errors
 /// `KVF_ERR_INVALID_ARGUMENT` for bytes that are no ticket, `KVF_ERR_ABI_MISMATCH` for a ticket of
 /// another major version.
-pub(super) fn decode_ticket(bytes: &[u8]) -> Result<wire::Ticket> {
-    decode("ticket", TICKET_MAGIC, bytes)
+pub(super) fn decode_ticket(bytes: impl Into<Bytes>) -> Result<wire::Ticket> {
+    decode("ticket", TICKET_MAGIC, bytes.into())
 }
 
 /// As [`decode_ticket`], for an offer.
 pub(super) fn decode_offer(bytes: &[u8]) -> Result<wire::Offer> {
-    decode("offer", OFFER_MAGIC, bytes)
+    decode("offer", OFFER_MAGIC, Bytes::copy_from_slice(bytes))
 }
 
-fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: &[u8]) -> Result<M> {
-    let Some((head, body)) = bytes.split_at_checked(9) else {
+fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: Bytes) -> Result<M> {
+    let Some((head, _)) = bytes.split_at_checked(9) else {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
             "{} bytes are no {what}",
@@ -87,6 +88,7 @@ fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: &[u8]) -> Res
         );
     }
     let len = u32::from_le_bytes([head[5], head[6], head[7], head[8]]) as usize;
+    let body = bytes.slice(9..);
     if len != body.len() {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
@@ -118,9 +120,9 @@ mod tests {
             ..wire::Ticket::default()
         };
         let bytes = encode_ticket(&ticket);
-        assert_eq!(decode_ticket(&bytes).unwrap(), ticket);
+        assert_eq!(decode_ticket(bytes.clone()).unwrap(), ticket);
         for cut in 0..bytes.len() {
-            let err = decode_ticket(&bytes[..cut]).unwrap_err();
+            let err = decode_ticket(bytes[..cut].to_vec()).unwrap_err();
             assert_eq!(err.status, KVF_ERR_INVALID_ARGUMENT, "{cut}: {err}");
         }
         assert_eq!(
@@ -130,7 +132,7 @@ mod tests {
         let mut newer = bytes;
         newer[4] = 2;
         assert_eq!(
-            decode_ticket(&newer).unwrap_err().status,
+            decode_ticket(newer).unwrap_err().status,
             KVF_ERR_ABI_MISMATCH
         );
     }
@@ -142,8 +144,8 @@ mod tests {
             ticket.push(MAJOR);
             ticket.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
             ticket.extend_from_slice(&bytes);
-            let _ = decode_ticket(&ticket);
-            let _ = decode_ticket(&bytes);
+            let _ = decode_ticket(ticket);
+            let _ = decode_ticket(bytes);
         }
     }
 }

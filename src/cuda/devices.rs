@@ -56,6 +56,8 @@ impl Devices {
         if inner.closed {
             drop(inner);
             drop(lane);
+        } else if lane.is_quiet() {
+            inner.free.push(lane);
         } else {
             inner.busy.push(lane);
         }

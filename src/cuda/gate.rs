@@ -33,7 +33,7 @@ impl Gate {
             false => Event::record(driver, context, stream.raw())?,
             true => Event::record(driver, context, devices.lane(context)?.raw())?,
         };
-        if event.is_done() {
+        if event.is_done()? {
             return Ok(None);
         }
         let mut lane = devices.lane(context)?;

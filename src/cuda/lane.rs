@@ -15,6 +15,7 @@ use super::pinned::Staging;
 use super::stream::Event;
 use super::table::{NOT_READY, SUCCESS};
 use super::{Context, Driver};
+use crate::bail;
 use crate::error::Result;
 use crate::observe::fault;
 
@@ -104,6 +105,8 @@ pub struct Lane {
     table_buffer: Option<(Staging, usize)>,
     /// The device may still read it.
     table_in_use: bool,
+    /// Nothing was enqueued since a wait has said that all is done.
+    quiet: bool,
 }
 
 impl Lane {
@@ -132,6 +135,7 @@ impl Lane {
             table: Table::new(),
             table_buffer: None,
             table_in_use: false,
+            quiet: true,
         })
     }
 
@@ -163,16 +167,18 @@ impl Lane {
         Ok((staging.base(), staging.device()))
     }
 
-    /// Enqueues copies, in order.
+    /// Enqueues copies, in order, until `stop` says so: looked at where each run is a call.
     ///
     /// # Errors
-    /// `KVF_ERR_TRANSFER` with the driver's reason; what was enqueued before still runs.
+    /// `KVF_ERR_TRANSFER` with the driver's reason, `KVF_ERR_CANCELLED`; what was enqueued before
+    /// still runs.
     ///
     /// # Safety
     /// Both sides of every copy must be valid, and not be read or written otherwise, until a wait
     /// has said [`Waited::Done`].
-    pub unsafe fn copy(&mut self, copies: &[Copy]) -> Result<()> {
+    pub unsafe fn copy(&mut self, copies: &[Copy], stop: &dyn Fn() -> bool) -> Result<()> {
         let _current = Current::push(self.driver, self.context)?;
+        self.quiet = false;
         // The kernel cannot reach memory of another context.
         let near = || copies.iter().filter(|copy| copy.from.is_none());
         let runs = near().fold(0u64, |runs, copy| runs.saturating_add(copy.runs()));
@@ -194,7 +200,7 @@ impl Lane {
             .filter(|copy| !launched || copy.from.is_some())
         {
             // SAFETY: passed on to the caller.
-            unsafe { self.copy_runs(copy) }?;
+            unsafe { self.copy_runs(copy, stop) }?;
         }
         Ok(())
     }
@@ -227,9 +233,12 @@ impl Lane {
         unsafe { kernel.launch(&launch, self.raw()) }
     }
 
-    unsafe fn copy_runs(&self, copy: &Copy) -> Result<()> {
+    unsafe fn copy_runs(&self, copy: &Copy, stop: &dyn Fn() -> bool) -> Result<()> {
         let dims = copy.axes();
         for number in 0..copy.runs() {
+            if stop() {
+                bail!(KVF_ERR_CANCELLED, "cancelled while copies were enqueued");
+            }
             let (mut left, mut src, mut dst) = (number, copy.src, copy.dst);
             for dim in dims.iter().rev() {
                 let at = left % dim.count;
@@ -269,6 +278,7 @@ impl Lane {
             return Ok(());
         }
         let _current = Current::push(self.driver, self.context)?;
+        self.quiet = false;
         // SAFETY: our stream and a live event.
         let code = unsafe { (self.driver.table.stream_wait_event)(self.raw(), event.raw(), 0) };
         self.driver.check(code, "cuStreamWaitEvent")
@@ -278,6 +288,7 @@ impl Lane {
     /// if the context fails before.
     pub(super) fn call(&mut self, call: Box<dyn FnOnce() + Send>) -> Result<()> {
         let _current = Current::push(self.driver, self.context)?;
+        self.quiet = false;
         let data = Box::into_raw(Box::new(call));
         // SAFETY: `called` takes the box, once.
         let code =
@@ -323,13 +334,21 @@ impl Lane {
                 *done = self.marked;
             }
         }
-        self.table_in_use = false;
+        drop(done);
+        self.mark_idle();
         Ok(Waited::Done)
     }
 
     /// Says that the lane is idle, as [`Self::is_idle`] has told.
     pub(super) fn mark_idle(&mut self) {
         self.table_in_use = false;
+        self.quiet = true;
+    }
+
+    /// Whether everything is known to be done. The driver may say so a little later: it does not
+    /// count the call that told us.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.quiet
     }
 
     /// Whether everything enqueued is done.

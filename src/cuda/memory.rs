@@ -6,7 +6,7 @@ use cudarc::driver::sys::{CUcontext, CUmemorytype, CUpointer_attribute, CUuuid};
 
 use super::current::Current;
 use super::ipc::{self, Handle};
-use super::table::SUCCESS;
+use super::table::{Code, INVALID_VALUE, SUCCESS};
 use super::{Context, Driver};
 use crate::bail;
 use crate::error::Result;
@@ -35,7 +35,8 @@ impl DeviceMemory {
     /// # Errors
     /// `KVF_ERR_INVALID_ARGUMENT` for host memory, managed memory, another device;
     /// `KVF_ERR_OUT_OF_RANGE` for a range that leaves its allocation; `KVF_ERR_UNSUPPORTED` without
-    /// a driver, and for memory of `cuMemCreate`.
+    /// a driver, and for memory of `cuMemCreate` or a memory pool; `KVF_ERR_TRANSFER` with the driver's
+    /// reason.
     pub fn find(base: u64, bytes: u64, device: u32) -> Result<Self> {
         let driver = Driver::get()?;
         if device >= driver.devices() {
@@ -49,7 +50,8 @@ impl DeviceMemory {
             driver,
             base,
             CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-        ) else {
+        )?
+        else {
             bail!(
                 KVF_ERR_INVALID_ARGUMENT,
                 "{base:#x} is no memory of the CUDA driver: register it as host memory, or give a \
@@ -60,7 +62,7 @@ impl DeviceMemory {
             driver,
             base,
             CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED,
-        );
+        )?;
         if managed.is_some_and(|managed| managed & 0xff != 0) {
             bail!(
                 KVF_ERR_INVALID_ARGUMENT,
@@ -77,7 +79,7 @@ impl DeviceMemory {
             driver,
             base,
             CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-        );
+        )?;
         match ordinal {
             Some(found) if found == device => {}
             found => bail!(
@@ -86,11 +88,11 @@ impl DeviceMemory {
                 found.map_or("?".to_owned(), |found| found.to_string())
             ),
         }
-        let Some(context) = context_of(driver, base, device) else {
+        let Some(context) = context_of(driver, base, device)? else {
             bail!(
                 KVF_ERR_UNSUPPORTED,
-                "{base:#x} belongs to no context: memory of cuMemCreate (VMM) is not served yet; use \
-                 cudaMalloc"
+                "{base:#x} belongs to no context: memory of cuMemCreate (VMM) and of a memory pool \
+                 (cudaMallocAsync) is not served yet; use cudaMalloc"
             );
         };
         let _current = Current::push(driver, context)?;
@@ -118,22 +120,35 @@ impl DeviceMemory {
 }
 
 /// A pointer's attribute that is a number; `None`: the driver does not know the pointer.
-fn number(driver: &Driver, base: u64, attribute: CUpointer_attribute) -> Option<u32> {
+fn number(driver: &Driver, base: u64, attribute: CUpointer_attribute) -> Result<Option<u32>> {
     let mut value: c_uint = 0;
     // SAFETY: attributes asked for here write at most one integer.
     let code = unsafe {
         (driver.table.pointer_attribute)((&raw mut value).cast(), attribute as c_uint, base)
     };
-    (code == SUCCESS).then_some(value)
+    known(driver, code, base).map(|known| known.then_some(value))
 }
 
-fn context_of(driver: &Driver, base: u64, device: u32) -> Option<Context> {
+/// Whether the driver has answered.
+fn known(driver: &Driver, code: Code, base: u64) -> Result<bool> {
+    match code {
+        SUCCESS => Ok(true),
+        INVALID_VALUE => Ok(false),
+        _ => {
+            let what = format_args!("cuPointerGetAttribute of {base:#x}");
+            driver.check(code, what).map(|()| true)
+        }
+    }
+}
+
+fn context_of(driver: &Driver, base: u64, device: u32) -> Result<Option<Context>> {
     let mut context: CUcontext = std::ptr::null_mut();
     let attribute = CUpointer_attribute::CU_POINTER_ATTRIBUTE_CONTEXT as c_uint;
     // SAFETY: this attribute writes one pointer.
     let code =
         unsafe { (driver.table.pointer_attribute)((&raw mut context).cast(), attribute, base) };
-    (code == SUCCESS && !context.is_null()).then(|| Context::new(context, device))
+    let known = known(driver, code, base)? && !context.is_null();
+    Ok(known.then(|| Context::new(context, device)))
 }
 
 /// The device's number for the driver.

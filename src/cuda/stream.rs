@@ -114,35 +114,49 @@ pub(super) struct Event {
 impl Event {
     /// Marks what `stream` holds so far.
     pub fn record(driver: &'static Driver, context: Context, stream: CUstream) -> Result<Self> {
+        let event = Self::new(driver, context)?;
+        event.mark(stream)?;
+        Ok(event)
+    }
+
+    /// An event that marks nothing yet.
+    pub fn new(driver: &'static Driver, context: Context) -> Result<Self> {
         let _current = Current::push(driver, context)?;
         let mut raw: CUevent = null_mut();
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: writes one pointer.
         let code = unsafe { (driver.table.event_create)(&mut raw, flags) };
         driver.check(code, "cuEventCreate")?;
-        let event = Self {
+        Ok(Self {
             driver,
             context,
             raw: raw.expose_provenance(),
-        };
+        })
+    }
+
+    /// As [`Self::record`], with an event that is there.
+    pub fn mark(&self, stream: CUstream) -> Result<()> {
+        let _current = Current::push(self.driver, self.context)?;
         // SAFETY: our event and a live stream of the same context.
-        let code = unsafe { (driver.table.event_record)(raw, stream) };
-        driver.check(code, "cuEventRecord")?;
-        Ok(event)
+        let code = unsafe { (self.driver.table.event_record)(self.raw(), stream) };
+        self.driver.check(code, "cuEventRecord")
     }
 
     pub fn raw(&self) -> CUevent {
         std::ptr::with_exposed_provenance_mut(self.raw)
     }
 
-    /// Whether everything before it is done; an error of the context counts as that too, since
-    /// nothing of it will run any more.
-    pub fn is_done(&self) -> bool {
-        let Ok(_current) = Current::push(self.driver, self.context) else {
-            return true;
-        };
+    /// Whether everything before it is done.
+    ///
+    /// # Errors
+    /// `KVF_ERR_TRANSFER`: the context has failed, and nothing of it will run any more.
+    pub fn is_done(&self) -> Result<bool> {
+        let _current = Current::push(self.driver, self.context)?;
         // SAFETY: our event.
-        unsafe { (self.driver.table.event_query)(self.raw()) != NOT_READY }
+        match unsafe { (self.driver.table.event_query)(self.raw()) } {
+            NOT_READY => Ok(false),
+            code => self.driver.check(code, "cuEventQuery").map(|()| true),
+        }
     }
 }
 

@@ -13,6 +13,7 @@ use libloading::Library;
 pub(super) type Code = c_int;
 
 pub(super) const SUCCESS: Code = 0;
+pub(super) const INVALID_VALUE: Code = 1;
 pub(super) const OUT_OF_MEMORY: Code = 2;
 pub(super) const STUB_LIBRARY: Code = 34;
 pub(super) const NO_DEVICE: Code = 100;

@@ -71,7 +71,7 @@ impl Page {
     /// Whether no stream will read it any more.
     fn is_quiet(&self) -> bool {
         let mut state = self.state();
-        state.waits.retain(|event| !event.is_done());
+        state.waits.retain(|event| event.is_done() == Ok(false));
         state.waits.is_empty()
     }
 }
@@ -92,17 +92,18 @@ impl Words {
             return Ok(word);
         }
         let address = word.page.device(context)? + (word.index * 4) as u64;
+        // Before the wait: without an event nothing tells when the stream has passed.
+        let event = Event::new(driver, context)?;
         {
             let _current = Current::push(driver, context)?;
             wait_value(driver, context, stream, address, word.value)?;
         }
-        let event = Event::record(driver, context, stream.raw()).inspect_err(|_| {
-            // Nothing will tell when the stream has passed: the page stays for ever.
-            std::mem::forget(word.page.clone());
+        event.mark(stream.raw()).inspect_err(|_| {
+            std::mem::forget(word.page.clone()); // for ever
         })?;
         let mut state = word.page.state();
         if state.waits.len() >= WORDS {
-            state.waits.retain(|event| !event.is_done());
+            state.waits.retain(|event| event.is_done() == Ok(false));
         }
         state.waits.push(event);
         drop(state);

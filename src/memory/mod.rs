@@ -20,7 +20,7 @@ mod region;
 pub use lease::{LEASE_HEAD_BYTES, Lease, LeaseTable, LeaseView, NONCE_BYTES};
 pub use mapping::Mapping;
 pub use memfd::PageSize;
-pub use pool::{Entered, OnDevice, Pool, PoolKind};
+pub use pool::{Entered, Guard, OnDevice, Pool, PoolKind};
 
 #[cfg(test)]
 mod tests;

@@ -1,8 +1,9 @@
 //! Memory of this process that transfers read from or write to.
 
+use std::ops::Deref;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::check;
 use super::memfd::{PageSize, Sealed, system_page};
@@ -66,12 +67,15 @@ impl std::fmt::Debug for Gate {
 }
 
 /// Keeps a pool open for one piece.
+pub type Entered<'a> = Guard<&'a Pool>;
+
+/// See [`Entered`] and [`Pool::enter_shared`].
 #[derive(Debug)]
-pub struct Entered<'a> {
-    pool: &'a Pool,
+pub struct Guard<P: Deref<Target = Pool>> {
+    pool: P,
 }
 
-impl Drop for Entered<'_> {
+impl<P: Deref<Target = Pool>> Drop for Guard<P> {
     fn drop(&mut self) {
         let mut gate = self.pool.gate();
         gate.readers -= 1;
@@ -245,7 +249,13 @@ impl Pool {
             return None;
         }
         gate.readers += 1;
-        Some(Entered { pool: self })
+        Some(Guard { pool: self })
+    }
+
+    /// As [`Self::enter`]; the guard keeps the pool too.
+    pub fn enter_shared(self: &Arc<Self>) -> Option<Guard<Arc<Self>>> {
+        std::mem::forget(self.enter()?); // counted: the new guard takes over
+        Some(Guard { pool: self.clone() })
     }
 
     /// Lets no reader in any more. True: none is inside either, so no thread of this process

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::form::{Piece, Segment};
 use super::lower::{Template, TemplateKind};
 use super::meeting::Meeting;
-use super::table::{Table, Walk, check_ids};
+use super::table::{Segments, Table, Walk, check_ids};
 use super::{Pair, Pattern};
 use crate::bail;
 use crate::error::Result;
@@ -42,8 +42,7 @@ pub struct Request<'a> {
 pub struct Binding {
     pair: Arc<Pair>,
     group: usize,
-    /// Whole fine blocks, in token order.
-    segments: Vec<Segment>,
+    segments: Segments,
     /// The last block if only its first tokens are moved.
     tail: Option<(Segment, u64)>,
     bytes: u64,
@@ -98,7 +97,7 @@ impl Binding {
         let mut binding = Self {
             pair: Arc::clone(pair),
             group: request.group,
-            segments: Vec::new(),
+            segments: Segments::Joined(Vec::new()),
             tail: None,
             bytes: 0,
         };
@@ -131,6 +130,12 @@ impl Binding {
         (self.template().pieces.len() * per_piece) as u64
     }
 
+    /// Whether `holds` for the (source, destination) pools of all copies.
+    pub fn all_pools(&self, holds: impl Fn(u32, u32) -> bool) -> bool {
+        let pieces = &self.template().pieces;
+        pieces.iter().all(|p| holds(p.src_pool, p.dst_pool))
+    }
+
     /// The pair whose template is bound.
     pub fn pair(&self) -> &Arc<Pair> {
         &self.pair
@@ -154,13 +159,7 @@ impl Binding {
         match (r.src_slots, r.dst_slots) {
             ([], []) => Ok(0),
             ([src], [dst]) if *src >= 0 && *dst >= 0 => {
-                self.segments.push(Segment {
-                    coarse: *dst as u32,
-                    fine: *src as u32,
-                    sub: 0,
-                    len: 1,
-                    count: 1,
-                });
+                self.segments = Segments::Single(vec![(*src as u32, *dst as u32)]);
                 Ok(1)
             }
             ([_], [_]) => bail!(
@@ -208,20 +207,18 @@ impl Binding {
         dst.covers(begin, last, true)
             .map_err(|e| e.context(format!("destination rank {}", self.pair.dst_rank)))?;
 
-        let mut walk = Walk {
+        let walk = Walk {
             src,
             dst,
             src_is_coarse: m.src.ratio > 1,
             ratio: m.ratio() as u32,
-            segments: &mut self.segments,
         };
-        let blocks = walk.run(m, begin, end)?;
+        let blocks;
+        (self.segments, blocks) = walk.run(m, begin, end)?;
         let mut tokens = blocks * m.tokens;
         if tail > 0 {
-            let mut rest = Vec::new();
-            walk.segments = &mut rest;
-            walk.run(m, end, end + 1)?;
-            self.tail = rest.first().map(|segment| (*segment, tail));
+            let (rest, _) = walk.run(m, end, end + 1)?;
+            self.tail = rest.get(0).map(|segment| (segment, tail));
             tokens += self.tail.map_or(0, |(_, tail)| tail);
         }
         Ok(tokens)
@@ -275,7 +272,7 @@ impl Binding {
 
     fn pattern(&self, t: &Template, m: &Meeting, at: &Piece, segment: usize) -> Option<Pattern> {
         match self.segments.get(segment) {
-            Some(s) => Some(t.pattern(at, m, s, m.tokens)),
+            Some(s) => Some(t.pattern(at, m, &s, m.tokens)),
             None => self.tail.map(|(s, tokens)| t.pattern(at, m, &s, tokens)),
         }
     }

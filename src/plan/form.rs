@@ -61,6 +61,19 @@ pub(super) struct Segment {
     pub count: u32,
 }
 
+impl Segment {
+    /// Equal blocks, `count` of them in consecutive slots of both sides.
+    pub fn new(src: u32, dst: u32, count: u32) -> Self {
+        Self {
+            coarse: dst,
+            fine: src,
+            sub: 0,
+            len: 1,
+            count,
+        }
+    }
+}
+
 impl Axes {
     pub fn bytes_per_token(&self) -> u64 {
         self.bytes_per_head * self.heads.count * self.layers.count * self.planes.count

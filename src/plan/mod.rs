@@ -27,6 +27,7 @@ use crate::{bail, err};
 pub use bind::{Binding, Cursor, Request};
 pub use explain::{Explanation, Span, TransferRow, UncoveredRow, explain, explain_layouts};
 pub use reshard::{LayerAt, Share, Uncovered};
+pub use table::{slot_twice, unknown_slot};
 
 use lower::Template;
 

@@ -76,6 +76,8 @@ impl Reader {
 pub struct Publication {
     readers: BTreeMap<Consumer, Reader>,
     claim_deadline: Now,
+    /// Of the whole: a push's.
+    deadline: Option<Now>,
     lease: Duration,
     lease_deadline: Option<Now>,
     ended: Option<End>,
@@ -87,17 +89,27 @@ impl Publication {
         Self {
             readers: BTreeMap::new(),
             claim_deadline: now + claim,
+            deadline: None,
             lease,
             lease_deadline: None,
             ended: None,
         }
     }
 
+    /// A publication that somebody was told to fetch: it ends `limit` after `now`, fetched or not.
+    pub fn push(now: Now, limit: Duration, lease: Duration) -> Self {
+        Self {
+            deadline: Some(now + limit),
+            ..Self::new(now, limit, lease)
+        }
+    }
+
     /// When [`Event::Tick`] is due; `None` after the end.
     pub fn next_deadline(&self) -> Option<Now> {
+        let due = self.lease_deadline.unwrap_or(self.claim_deadline);
         match self.ended {
             Some(_) => None,
-            None => Some(self.lease_deadline.unwrap_or(self.claim_deadline)),
+            None => Some(self.deadline.map_or(due, |deadline| due.min(deadline))),
         }
     }
 
@@ -207,15 +219,24 @@ impl Publication {
     }
 
     fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let text = match self.lease_deadline {
-            Some(at) if now >= at => format!(
-                "the lease of {:?} ended: no renewal from a reader",
-                self.lease
+        let overdue = self.deadline.is_some_and(|at| now >= at);
+        let end = match self.lease_deadline {
+            Some(_) if overdue => End::new(
+                KVF_ERR_DEADLINE,
+                "the push's deadline passed while it was fetched",
             ),
-            None if now >= self.claim_deadline => "no reader came before the claim deadline".into(),
+            Some(at) if now >= at => End::new(
+                KVF_ERR_EXPIRED,
+                format!(
+                    "the lease of {:?} ended: no renewal from a reader",
+                    self.lease
+                ),
+            ),
+            None if now >= self.claim_deadline => {
+                End::new(KVF_ERR_EXPIRED, "no reader came before the claim deadline")
+            }
             _ => return,
         };
-        let end = End::new(KVF_ERR_EXPIRED, text);
         self.end(end.clone(), end, actions);
     }
 

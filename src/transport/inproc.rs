@@ -150,7 +150,7 @@ mod tests {
             Cache::bindings(2, 3),
             BTreeMap::from([(1, dst.clone())]),
             lease,
-            crate::wire::DataOpen::default(),
+            crate::wire::DataOpen::default,
         );
         path.run(&job).unwrap();
         assert_eq!(job.moved(), Cache::MOVED);
@@ -173,7 +173,7 @@ mod tests {
             Cache::bindings(2, 3),
             BTreeMap::from([(1, dst)]),
             leases.grant().unwrap(),
-            crate::wire::DataOpen::default(),
+            crate::wire::DataOpen::default,
         );
         let err = path.run(&job).unwrap_err();
         assert_eq!(err.status, Status::KVF_ERR_TRANSFER);

@@ -15,7 +15,7 @@ pub mod ucx;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::error::{Error, Result, Status};
 use crate::memory::Pool;
@@ -38,6 +38,9 @@ struct Position {
     taken: u64,
 }
 
+/// Makes what a source must know, out of tables that others have too.
+type MakeRequest = Box<dyn FnOnce() -> wire::DataOpen + Send>;
+
 /// The part of a transfer that reads from one source agent under one lease.
 #[derive(Debug)]
 pub struct ReadJob {
@@ -51,8 +54,9 @@ pub struct ReadJob {
     /// Set with `cancelled`, for who waits on a socket; made when first needed.
     wake: OnceLock<Wake>,
     moved: AtomicU64,
-    /// What a source must know to derive the same copies, for paths through a socket.
-    request: wire::DataOpen,
+    /// What a source must know to derive the same copies, for paths through a socket; only those
+    /// have it made.
+    request: LazyLock<wire::DataOpen, MakeRequest>,
     /// A source said that its lease did not hold.
     lease_lost: AtomicBool,
     /// A device may still write the job's memory.
@@ -69,7 +73,7 @@ impl ReadJob {
         bindings: Vec<Binding>,
         pools: BTreeMap<u32, Arc<Pool>>,
         lease: LeaseRef,
-        request: wire::DataOpen,
+        request: impl FnOnce() -> wire::DataOpen + Send + 'static,
     ) -> Self {
         Self {
             bytes: bindings.iter().map(Binding::bytes).sum(),
@@ -81,7 +85,7 @@ impl ReadJob {
             cancelled: AtomicBool::new(false),
             wake: OnceLock::new(),
             moved: AtomicU64::new(0),
-            request,
+            request: LazyLock::new(Box::new(request)),
             lease_lost: AtomicBool::new(false),
             unquiet: AtomicBool::new(false),
             attested_early: AtomicBool::new(false),
@@ -127,13 +131,19 @@ impl ReadJob {
             1 => PIECE_BYTES,
             workers => self.bytes.saturating_sub(position.taken) / (2 * workers),
         };
-        self.take(&mut position, share.max(least), out).is_some()
+        let most = share.max(least).min(PIECE_BYTES);
+        self.take(&mut position, |_| most, out).is_some()
+    }
+
+    /// As [`Self::next`], at most as many bytes as `most` says for the binding that they are of.
+    pub fn next_of(&self, most: impl Fn(&Binding) -> u64, out: &mut Vec<Pattern>) -> bool {
+        self.take(&mut self.position(), most, out).is_some()
     }
 
     /// Appends the next pieces to `out`, together at most `max_bytes`; tells where they begin:
     /// index of the binding and position in it. `None` as [`Self::next`]'s false.
     pub fn next_at(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> Option<(usize, Cursor)> {
-        self.take(&mut self.position(), max_bytes, out)
+        self.take(&mut self.position(), |_| max_bytes, out)
     }
 
     fn position(&self) -> MutexGuard<'_, Position> {
@@ -146,14 +156,14 @@ impl ReadJob {
     fn take(
         &self,
         at: &mut Position,
-        max_bytes: u64,
+        most: impl Fn(&Binding) -> u64,
         out: &mut Vec<Pattern>,
     ) -> Option<(usize, Cursor)> {
         while !self.is_cancelled()
             && let Some(binding) = self.bindings.get(at.binding)
         {
             let begin = (at.binding, at.cursor);
-            let taken = binding.take(&mut at.cursor, max_bytes.min(PIECE_BYTES), out);
+            let taken = binding.take(&mut at.cursor, most(binding), out);
             if taken > 0 {
                 at.taken += taken;
                 return Some(begin);

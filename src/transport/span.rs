@@ -270,7 +270,7 @@ pub(super) fn copy_patterns<'p, 'a>(
 }
 
 /// Whether two (start, length) ranges have an address in common.
-fn overlap(a: (u64, u64), b: (u64, u64)) -> bool {
+pub(super) fn overlap(a: (u64, u64), b: (u64, u64)) -> bool {
     a.0 < b.0.saturating_add(b.1) && b.0 < a.0.saturating_add(a.1)
 }
 
@@ -294,6 +294,14 @@ fn refuse_overlap<'p, 'a>(
             writes.push((dst.base().addr() as u64 + to, pattern.run));
         }
     }
+    refuse_common(reads, writes)
+}
+
+/// Compares (start, length) ranges that a batch reads with those that it writes.
+///
+/// # Errors
+/// `KVF_ERR_TRANSFER` if one is both.
+pub(super) fn refuse_common(mut reads: Vec<(u64, u64)>, mut writes: Vec<(u64, u64)>) -> Result<()> {
     reads.sort_unstable();
     writes.sort_unstable();
     let mut reads = reads.iter().peekable();

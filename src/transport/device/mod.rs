@@ -20,16 +20,23 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use super::inproc::InprocPath;
 use super::shm::{Buffers, ShmPath};
-use super::span::{self, check};
+use super::span::{self, Runs, check};
 use super::{DataPath, PIECE_BYTES, ReadJob};
 use crate::bail;
 use crate::cuda::{Context, Copy, Devices, Mapping};
 use crate::error::Result;
 use crate::memory::{Entered, Pool};
 use crate::observe::fault;
-use crate::plan::Pattern;
+use crate::plan::{Binding, Pattern};
 use flow::{Flow, context, device_copy, staging};
 use pack::{into_staging, out_of_staging};
+
+/// Most bytes of a launch between two places of one context: a smaller one takes the device less time
+/// than it costs, a larger one would hold up a cancel for longer than some milliseconds.
+const LAUNCH_BYTES: u64 = 64 << 20;
+
+/// Most patterns of a launch, on average: they bound its table.
+const LAUNCH_PATTERNS: u64 = 16 << 10;
 
 /// How host memory and leases of the source are reached.
 pub enum HostPath {
@@ -199,6 +206,7 @@ impl DevicePath {
         host: &mut Vec<Pattern>,
     ) -> Result<BTreeMap<Context, Work>> {
         let mut all: BTreeMap<Context, Work> = BTreeMap::new();
+        let mut common = false;
         for pattern in batch {
             let pool = job
                 .pool(pattern.dst_pool)
@@ -207,6 +215,7 @@ impl DevicePath {
             match (src, dst) {
                 (Some(src), Some(dst)) if src.own || dst.own => {
                     let bytes = check(pattern, src.bytes, dst.bytes)?;
+                    common |= span::overlap((src.address, src.bytes), (dst.address, dst.bytes));
                     // Device to device the destination's context does it: the mapping is for it.
                     let does = if dst.own { dst.context } else { src.context };
                     let from = src.own && src.context != does;
@@ -225,7 +234,51 @@ impl DevicePath {
                 _ => host.push(*pattern),
             }
         }
+        if common && !fault::deviates("cuda_overlap") {
+            self.refuse_common(batch, job, open)?;
+        }
         Ok(all)
+    }
+
+    /// As on the host: no byte may be read and written by one batch.
+    fn refuse_common(&self, batch: &[Pattern], job: &ReadJob, open: &Open<'_>) -> Result<()> {
+        let (mut reads, mut writes) = (Vec::new(), Vec::new());
+        for pattern in batch {
+            let dst = job.pool(pattern.dst_pool).and_then(|pool| at(pool));
+            let (Some(src), Some(dst)) = (self.source(pattern.src_pool, open), dst) else {
+                continue;
+            };
+            if check(pattern, src.bytes, dst.bytes)? == 0 {
+                continue;
+            }
+            for (from, to) in Runs::new(pattern) {
+                reads.push((src.address + from, pattern.run));
+                writes.push((dst.address + to, pattern.run));
+            }
+        }
+        span::refuse_common(reads, writes)
+    }
+
+    /// Most bytes of one batch of a binding.
+    fn batch_bytes(&self, binding: &Binding, job: &ReadJob) -> u64 {
+        let mapped = self.mapped.read().unwrap_or_else(PoisonError::into_inner);
+        let near = |src, dst| {
+            let src = match &self.host {
+                HostPath::Inproc(path) => path.pool(src).and_then(at),
+                HostPath::Shm(_) => mapped.get(&src).map(|pool| pool.at),
+            };
+            let dst = job.pool(dst).and_then(|pool| at(pool));
+            match (src, dst) {
+                (Some(src), Some(dst)) => (src.own || dst.own) && src.context == dst.context,
+                _ => false, // through a buffer
+            }
+        };
+        if !binding.all_pools(near) {
+            return PIECE_BYTES;
+        }
+        let each = binding.bytes() / binding.patterns().max(1);
+        each.saturating_mul(LAUNCH_PATTERNS)
+            .clamp(PIECE_BYTES, LAUNCH_BYTES)
     }
 
     /// Starts a batch; what the host does alone is done when it returns.
@@ -236,6 +289,7 @@ impl DevicePath {
         flow: &mut Flow<'a>,
         buffers: &mut Buffers,
     ) -> Result<()> {
+        let stop = || job.is_cancelled();
         // The source agent waits for these before it says "may be freed now".
         let open = Rc::new(self.enter(batch)?);
         let mut host = Vec::new();
@@ -244,7 +298,7 @@ impl DevicePath {
                 let mut lane = flow.lane(context)?;
                 // SAFETY: checked against both pools, which the job and `open` keep; slots are
                 // read and written by this job only, by the agent's bookkeeping.
-                let enqueued = unsafe { lane.copy(&work.direct) };
+                let enqueued = unsafe { lane.copy(&work.direct, &stop) };
                 let started = flow.start(lane, open.clone(), Vec::new(), work.direct_bytes);
                 enqueued.and(started)?;
             }
@@ -293,7 +347,7 @@ impl DevicePath {
             return Ok(()); // cancelled in the middle
         }
         // SAFETY: the buffer is the lane's, the destination was checked and belongs to the job.
-        let enqueued = unsafe { lane.copy(&copies) };
+        let enqueued = unsafe { lane.copy(&copies, &|| job.is_cancelled()) };
         let started = flow.start(lane, open.clone(), Vec::new(), bytes);
         enqueued.and(started)
     }
@@ -338,7 +392,7 @@ impl DevicePath {
         }
         // SAFETY: the buffer is the lane's, the source was checked and is kept by `open` or the
         // mapping.
-        let enqueued = unsafe { lane.copy(&copies) };
+        let enqueued = unsafe { lane.copy(&copies, &|| flow.is_cancelled()) };
         let started = flow.start(lane, open.clone(), land, bytes);
         enqueued.and(started)
     }
@@ -379,7 +433,8 @@ impl DataPath for DevicePath {
         let mut flow = Flow::new(&self.devices, job);
         let (mut batch, mut buffers) = (Vec::new(), Buffers::default());
         let mut outcome = Ok(());
-        while outcome.is_ok() && job.next(PIECE_BYTES, &mut batch) {
+        let most = |binding: &Binding| self.batch_bytes(binding, job);
+        while outcome.is_ok() && job.next_of(most, &mut batch) {
             outcome = self.start(&batch, job, &mut flow, &mut buffers);
             batch.clear();
         }

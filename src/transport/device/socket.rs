@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::memory::Pool;
 use crate::observe::fault;
 use crate::plan::Pattern;
+use crate::transport::PIECE_BYTES;
 
 /// A lane's buffer that is being filled.
 struct Stage {
@@ -36,11 +37,17 @@ impl Stage {
         })
     }
 
-    /// The next `bytes` bytes of the buffer. One batch fits.
-    fn next(&mut self, bytes: u64) -> *mut u8 {
-        let at = self.buffer.wrapping_add(self.bytes as usize);
+    /// The next `bytes` bytes of the buffer.
+    fn next(&mut self, bytes: u64) -> Result<*mut u8> {
+        let (used, size) = (self.bytes, PIECE_BYTES);
+        if bytes > size - used {
+            bail!(
+                KVF_ERR_INTERNAL,
+                "{bytes} bytes behind {used} in a staging buffer of {size}"
+            );
+        }
         self.bytes += bytes;
-        at
+        Ok(self.buffer.wrapping_add(used as usize))
     }
 }
 
@@ -70,7 +77,7 @@ impl Landing {
         let out = out_of_staging(pattern, stage.bytes);
         let copy = device_copy(&out, stage.device, place.address, None)?;
         stage.copies.push(copy);
-        Ok(stage.next(bytes))
+        stage.next(bytes)
     }
 
     /// Everything has been received: the device takes it from here.
@@ -79,7 +86,7 @@ impl Landing {
         for mut stage in self.stages.into_values() {
             // SAFETY: the buffer is the lane's; the destination was checked by the caller and
             // belongs to the job.
-            let enqueued = unsafe { stage.lane.copy(&stage.copies) };
+            let enqueued = unsafe { stage.lane.copy(&stage.copies, &|| flow.is_cancelled()) };
             let started = flow.start(
                 stage.lane,
                 Rc::new(Open::nothing()),
@@ -92,10 +99,15 @@ impl Landing {
     }
 }
 
-/// One batch of a sender.
+/// One batch of a sender. Its buffers are its own until it is finished, so that the next batch can be
+/// copied into others while this one is sent.
 pub(in crate::transport) struct Raising<'a> {
     devices: &'a Devices,
     stages: BTreeMap<Context, Stage>,
+    /// The first call that the driver refused.
+    refused: Result<()>,
+    /// The device may still use the buffers and the pools.
+    stuck: bool,
 }
 
 impl<'a> Raising<'a> {
@@ -103,7 +115,14 @@ impl<'a> Raising<'a> {
         Self {
             devices,
             stages: BTreeMap::new(),
+            refused: Ok(()),
+            stuck: false,
         }
+    }
+
+    /// Whether nothing of the batch is on a device.
+    pub fn is_empty(&self) -> bool {
+        self.stages.is_empty()
     }
 
     /// Where the bytes of a checked pattern will be, `bytes` together, once [`Self::wait`] is over.
@@ -119,41 +138,62 @@ impl<'a> Raising<'a> {
         let into = into_staging(pattern, stage.bytes);
         let copy = device_copy(&into, place.address, stage.device, None)?;
         stage.copies.push(copy);
-        Ok(stage.next(bytes))
+        stage.next(bytes)
     }
 
-    /// Copies into the buffers and waits, so long at most. The caller keeps the pools open, after
-    /// an error for ever.
-    pub fn wait(&mut self, limit: Duration) -> Result<()> {
-        let until = Instant::now() + limit;
+    /// Has the devices copy into the buffers; the caller keeps the pools open until
+    /// [`Self::finish`]. What a driver refuses, [`Self::wait`] tells.
+    pub fn start(&mut self) {
         for stage in self.stages.values_mut() {
             // SAFETY: the buffer is the lane's; the source was checked and is kept by the caller.
-            let enqueued = unsafe { stage.lane.copy(&stage.copies) };
+            let enqueued = unsafe { stage.lane.copy(&stage.copies, &|| false) };
             let marked = stage.lane.mark();
+            if self.refused.is_ok() {
+                self.refused = enqueued.and(marked);
+            }
+        }
+    }
+
+    /// Waits for the devices, so long at most.
+    ///
+    /// # Errors
+    /// `KVF_ERR_TRANSFER` with the driver's reason, or if it took too long.
+    pub fn wait(&mut self, limit: Duration) -> Result<()> {
+        let until = Instant::now() + limit;
+        let mut outcome = std::mem::replace(&mut self.refused, Ok(()));
+        if self.stuck {
+            return outcome; // was told
+        }
+        for stage in self.stages.values_mut() {
             if fault::deviates("cuda_no_send_wait") {
                 continue;
             }
-            if stage.lane.wait(until)? == Waited::Late {
-                bail!(
+            let waited = match stage.lane.wait(until) {
+                Ok(Waited::Done) => continue,
+                Ok(Waited::Late) => Err(crate::err!(
                     KVF_ERR_TRANSFER,
                     "device {} has not copied {} bytes within {limit:?}",
                     stage.lane.context().device,
                     stage.bytes
-                );
-            }
-            enqueued.and(marked)?;
+                )),
+                Err(e) => Err(e),
+            };
+            self.stuck = true;
+            outcome = outcome.and(waited);
         }
-        Ok(())
+        outcome
     }
 
-    /// Gives the buffers back, when their bytes have been sent; `stuck`: the device may still use
-    /// them.
-    pub fn finish(self, stuck: bool) {
-        for stage in self.stages.into_values() {
-            match stuck {
+    /// Gives the buffers back, when their bytes have been sent or shall not be. After [`Self::wait`].
+    /// False: a device may still read the pools, which must stay for ever.
+    #[must_use]
+    pub fn finish(&mut self) -> bool {
+        for stage in std::mem::take(&mut self.stages).into_values() {
+            match self.stuck {
                 true => stage.lane.abandon(),
                 false => self.devices.give_back(stage.lane),
             }
         }
+        !self.stuck
     }
 }

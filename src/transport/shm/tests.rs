@@ -177,7 +177,7 @@ impl SourceProcess {
             Vec::new(),
             BTreeMap::new(),
             self.lease,
-            crate::wire::DataOpen::default(),
+            crate::wire::DataOpen::default,
         )
     }
 
@@ -266,7 +266,7 @@ fn a_job_is_shared_by_workers_and_attested() {
             Cache::bindings(keys, values),
             BTreeMap::from([(1, dst.pool.clone())]),
             source.lease,
-            crate::wire::DataOpen::default(),
+            crate::wire::DataOpen::default,
         );
         assert_eq!(job.bytes(), Cache::MOVED);
         std::thread::scope(|scope| {
@@ -287,7 +287,7 @@ fn a_job_is_shared_by_workers_and_attested() {
         Cache::bindings(MAPPED, PRIVATE),
         pools,
         source.lease,
-        crate::wire::DataOpen::default(),
+        crate::wire::DataOpen::default,
     );
     let err = source.path.run(&job).unwrap_err();
     assert_eq!(err.status, Status::KVF_ERR_PEER_LOST, "{err}");
@@ -367,7 +367,7 @@ fn a_revoked_lease_is_not_attested_on_either_way() {
                 Vec::new(),
                 BTreeMap::new(),
                 lease,
-                crate::wire::DataOpen::default(),
+                crate::wire::DataOpen::default,
             )
         };
         let LeaseRef { index, generation } = source.lease;

@@ -43,13 +43,16 @@ impl Connection<'_> {
 }
 
 impl Carrier for Connection<'_> {
-    fn hear(&self, decoder: &mut Decoder) -> io::Result<bool> {
+    fn hear(&self, decoder: &mut Decoder, wait: bool) -> io::Result<bool> {
         let patience = Patience {
             stall: None, // shutting the socket down wakes us
             ..self.patience()
         };
         let mut bytes = self.buffer.borrow_mut();
-        let n = self.stream.receive_next(&mut bytes, patience)?;
+        let n = match wait {
+            true => self.stream.receive_next(&mut bytes, patience)?,
+            false => self.stream.receive_available(&mut bytes)?,
+        };
         decoder.push(&bytes[..n]);
         Ok(n > 0)
     }
@@ -59,11 +62,11 @@ impl Carrier for Connection<'_> {
         _: u64,
         bytes: u64,
         ranges: &mut Ranges,
-        held: &dyn Fn() -> bool,
+        held: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
         let mut head = [0; HEAD_BYTES];
         head[8..].copy_from_slice(&bytes.to_le_bytes());
-        let trailer = || u32::from(held()).to_le_bytes();
+        let mut trailer = || u32::from(held()).to_le_bytes();
         if bytes <= ONE_MESSAGE {
             let mut whole = head.to_vec();
             // SAFETY: readable by contract.

@@ -206,8 +206,9 @@ impl Server<'_> {
 }
 
 impl Carrier for Server<'_> {
-    fn hear(&self, decoder: &mut Decoder) -> io::Result<bool> {
-        let frames = self.connection.wait(None, |state| {
+    fn hear(&self, decoder: &mut Decoder, wait: bool) -> io::Result<bool> {
+        let limit = (!wait).then_some(Duration::ZERO);
+        let frames = self.connection.wait(limit, |state| {
             let frames = state.asks.pop_front()?;
             state.waiting -= frames.len();
             Some(frames)
@@ -221,7 +222,7 @@ impl Carrier for Server<'_> {
         job: u64,
         bytes: u64,
         ranges: &mut Ranges,
-        held: &dyn Fn() -> bool,
+        held: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
         let (mut offset, mut at) = (0, Walk::default());
         loop {

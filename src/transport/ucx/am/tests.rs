@@ -171,7 +171,7 @@ impl Two {
     fn job(&mut self) -> Arc<ReadJob> {
         let pools = BTreeMap::from([(1, Arc::new(register(1, &mut self.ours)))]);
         let lease = self.served.lease;
-        let request = DataOpen::default();
+        let request = DataOpen::default;
         Arc::new(ReadJob::new(Cache::bindings(2, 3), pools, lease, request))
     }
 

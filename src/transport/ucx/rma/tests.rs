@@ -77,7 +77,7 @@ fn a_job_arrives_byte_for_byte_while_its_lease_holds() {
     let dst = Arc::new(register(1, &mut ours));
     let lease = peer.leases.grant().unwrap();
     let pools = BTreeMap::from([(1, dst.clone())]);
-    let job = ReadJob::new(Cache::bindings(2, 3), pools, lease, DataOpen::default());
+    let job = ReadJob::new(Cache::bindings(2, 3), pools, lease, DataOpen::default);
     path.run(&job).unwrap();
     assert_eq!(job.moved(), Cache::MOVED);
     assert!(path.attest(&job).unwrap());
@@ -117,7 +117,7 @@ fn a_source_whose_ucx_has_ended_fails_the_job_and_leaves_the_memory_quiet() {
         Cache::bindings(2, 3),
         pools,
         lease,
-        DataOpen::default(),
+        DataOpen::default,
     ));
     assert!(peer.engine.close(soon()));
     let deadline = job.clone();
