@@ -262,6 +262,14 @@ fn agent_message(announced: &Announced<'_>) -> wire::AgentMetadata {
 }
 
 fn rank_info(m: &wire::AgentMetadata) -> Result<RankInfo> {
+    // It appears in texts of one line.
+    if m.name.contains(char::is_control) {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "metadata: the agent's name {:?} has control characters",
+            m.name
+        );
+    }
     let Some(message) = &m.layout else {
         bail!(KVF_ERR_INVALID_ARGUMENT, "agent {} has no layout", m.name);
     };
