@@ -2701,7 +2701,7 @@ KVF_NOEXCEPT;
  *         allocation on a device;
  *         KVF_ERR_DUPLICATE for memory that overlaps another pool or is pinned already;
  *         KVF_ERR_UNSUPPORTED for KVF_MEMORY_DEVICE without a CUDA driver, and for memory of
- *         cuMemCreate; KVF_ERR_STATE to pin without a CUDA context.
+ *         cuMemCreate or a memory pool; KVF_ERR_STATE to pin without a CUDA context.
  *
  * # Safety
  * @p agent must be live, @p desc point to `desc->struct_size` readable bytes, the memory be

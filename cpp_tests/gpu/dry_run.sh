@@ -17,4 +17,7 @@ log=$work/log
 scripts/gpu-test --run --quick --driver "$driver" | tee "$log"
 grep -q "TEST DOUBLE OF THE CUDA DRIVER. NO GPU IS MEASURED" "$log"
 grep -q "NO MEASUREMENT IS WRITTEN" "$log"
+# The summary has both kinds of cases, with numbers.
+grep -Eq '^\| 16384 B \| [0-9.]+ \| [0-9.]+ \| [0-9.]+ \| 0.9, (met|NOT MET) \| [0-9.]+ \|' "$log"
+grep -Eq '^\| 64 B runs, NHD to HND \| [0-9.]+ \| [0-9.]+ \| [0-9.]+ \| 0.6, (met|NOT MET) \|' "$log"
 [ -z "$(ls docs/measurements)" ] || { echo "a measurement was written" >&2; exit 1; }

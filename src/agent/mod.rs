@@ -15,6 +15,7 @@ mod gates;
 mod group;
 mod handles;
 mod handshake;
+mod import_cell;
 mod link;
 mod log;
 mod metadata;
@@ -36,6 +37,7 @@ mod slots;
 mod source;
 mod ticket;
 mod ucx;
+mod wants;
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -57,9 +59,9 @@ use crate::ids::{Epoch, PublicationId};
 use crate::observe::metrics::Levels;
 use crate::plan::{Plan, Policy};
 use crate::runtime::Thread;
-use begin::ImportCell;
 use control::Command;
 use handles::TransferKind;
+use import_cell::ImportCell;
 use notices::Finished;
 use peers::PeerShared;
 use shared::Shared;
@@ -209,7 +211,7 @@ impl Agent {
 
     /// Notices for all sources that a ticket concerns.
     fn sources(&self, peer: &Peer, ticket: &[u8], status: Status) -> Result<Vec<Finished>> {
-        let ticket = ticket::decode_ticket(ticket)?;
+        let ticket = ticket::decode_ticket(ticket.to_vec())?;
         let peer = &peer.shared;
         if ticket.engine != peer.engine.id().0 {
             bail!(

@@ -89,7 +89,7 @@ pub(super) fn publish(
             .iter()
             .map(|g| wire::TicketGroup {
                 group: g.group,
-                slots: wire::pack_slots(&g.slots),
+                slots: wire::pack_slots(&g.slots).into(),
                 token_begin: g.token_begin,
                 token_end: g.token_end,
                 first_ordinal: g.first_ordinal,

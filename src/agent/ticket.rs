@@ -1,6 +1,7 @@
 //! Tickets and offers: the bytes that travel with a request.
 
 use prost::Message;
+use prost::bytes::Bytes;
 
 use crate::error::Result;
 use crate::ids::{Incarnation, Key};
@@ -58,17 +59,17 @@ fn encode(magic: [u8; 4], message: &impl Message) -> Vec<u8> {
 /// # Errors
 /// `KVF_ERR_INVALID_ARGUMENT` for bytes that are no ticket, `KVF_ERR_ABI_MISMATCH` for a ticket of
 /// another major version.
-pub(super) fn decode_ticket(bytes: &[u8]) -> Result<wire::Ticket> {
-    decode("ticket", TICKET_MAGIC, bytes)
+pub(super) fn decode_ticket(bytes: impl Into<Bytes>) -> Result<wire::Ticket> {
+    decode("ticket", TICKET_MAGIC, bytes.into())
 }
 
 /// As [`decode_ticket`], for an offer.
 pub(super) fn decode_offer(bytes: &[u8]) -> Result<wire::Offer> {
-    decode("offer", OFFER_MAGIC, bytes)
+    decode("offer", OFFER_MAGIC, Bytes::copy_from_slice(bytes))
 }
 
-fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: &[u8]) -> Result<M> {
-    let Some((head, body)) = bytes.split_at_checked(TICKET_HEAD) else {
+fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: Bytes) -> Result<M> {
+    let Some((head, _)) = bytes.split_at_checked(TICKET_HEAD) else {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
             "{} bytes are no {what}",
@@ -91,6 +92,7 @@ fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: &[u8]) -> Res
     }
     let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| head[at + i]));
     let len = number(5) as usize;
+    let body = bytes.slice(TICKET_HEAD..);
     if len != body.len() {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
@@ -99,7 +101,7 @@ fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: &[u8]) -> Res
         );
     }
     // A changed slot number would still decode, and the reader take another request's block.
-    if crc32fast::hash(body) != number(9) {
+    if crc32fast::hash(&body) != number(9) {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
             "a {what} of {len} bytes is damaged: its checksum does not fit"
@@ -129,15 +131,15 @@ mod tests {
             ..wire::Ticket::default()
         };
         let bytes = encode_ticket(&ticket);
-        assert_eq!(decode_ticket(&bytes).unwrap(), ticket);
+        assert_eq!(decode_ticket(bytes.clone()).unwrap(), ticket);
         for cut in 0..bytes.len() {
-            let err = decode_ticket(&bytes[..cut]).unwrap_err();
+            let err = decode_ticket(bytes[..cut].to_vec()).unwrap_err();
             assert_eq!(err.status, KVF_ERR_INVALID_ARGUMENT, "{cut}: {err}");
         }
         for bit in 0..8 * bytes.len() {
             let mut changed = bytes.clone();
             changed[bit / 8] ^= 1 << (bit % 8);
-            decode_ticket(&changed).expect_err("a changed bit");
+            decode_ticket(changed).expect_err("a changed bit");
         }
         assert_eq!(
             decode_offer(&bytes).unwrap_err().status,
@@ -146,7 +148,7 @@ mod tests {
         let mut newer = bytes;
         newer[4] = 2;
         assert_eq!(
-            decode_ticket(&newer).unwrap_err().status,
+            decode_ticket(newer).unwrap_err().status,
             KVF_ERR_ABI_MISMATCH
         );
     }
@@ -159,8 +161,8 @@ mod tests {
             ticket.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
             ticket.extend_from_slice(&crc32fast::hash(&bytes).to_le_bytes());
             ticket.extend_from_slice(&bytes);
-            let _ = decode_ticket(&ticket);
-            let _ = decode_ticket(&bytes);
+            let _ = decode_ticket(ticket);
+            let _ = decode_ticket(bytes);
         }
     }
 }

@@ -211,18 +211,20 @@ impl Walk<'_> {
             });
         }
         let follow = |table: &[i32]| table[1] - table[0] == 1;
-        let joined = |at: usize| follow(&src[at..]) && follow(&dst[at..]);
         let steps = src.windows(2).map(follow).zip(dst.windows(2).map(follow));
-        let joins: u32 = steps.map(|(src, dst)| u32::from(src & dst)).sum();
+        let joined = steps.map(|(src, dst)| src & dst);
+        let joins: u32 = joined.clone().map(u32::from).sum();
         if joins == 0 {
             let pairs = src.iter().zip(dst).map(|(s, d)| (*s as u32, *d as u32));
             return Ok(Segments::Single(pairs.collect()));
         }
-        let mut segments: Vec<Segment> = Vec::with_capacity(src.len() - joins as usize);
-        for (at, (s, d)) in src.iter().zip(dst).enumerate() {
-            match segments.last_mut() {
-                Some(last) if joined(at - 1) => last.count += 1,
-                _ => segments.push(Segment::new(*s as u32, *d as u32, 1)),
+        let mut segments = Vec::with_capacity(src.len() - joins as usize);
+        let mut first = 0;
+        for (at, joined) in joined.chain([false]).enumerate() {
+            if !joined {
+                let (s, d) = (src[first] as u32, dst[first] as u32);
+                segments.push(Segment::new(s, d, (at + 1 - first) as u32));
+                first = at + 1;
             }
         }
         Ok(Segments::Joined(segments))
@@ -273,5 +275,35 @@ impl Walk<'_> {
         }
         to.push(new);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_slot_is_found() {
+        assert_eq!(unknown_slot(&[-1, 0, 3, -1], 4), None);
+        assert_eq!(unknown_slot(&[0, 4], 4), Some(1));
+        assert_eq!(unknown_slot(&[-1, 3, -2], 4), Some(2));
+        assert_eq!(unknown_slot(&[0, i32::MIN], u32::MAX), Some(1));
+        assert_eq!(unknown_slot(&[i32::MAX], u32::MAX), None);
+        assert_eq!(unknown_slot(&[], 0), None);
+        assert_eq!(unknown_slot(&[-1], 0), None);
+    }
+
+    #[test]
+    fn a_slot_given_twice_is_found_however_many_there_are() {
+        for limit in [70, BYTES_BELOW, BYTES_BELOW + 1, 1 << 20] {
+            let last = limit as i32 - 1;
+            let mut table: Vec<i32> = (0..64).rev().chain([-1, last, -1, -1]).collect();
+            assert_eq!(slot_twice(&table, limit), None, "{limit}");
+            table.push(last);
+            assert_eq!(slot_twice(&table, limit), Some((65, 68)), "{limit}");
+            table[3] = 0;
+            assert_eq!(slot_twice(&table, limit), Some((3, 63)), "{limit}");
+        }
+        assert_eq!(slot_twice(&[], 0), None);
     }
 }

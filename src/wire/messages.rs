@@ -1,5 +1,6 @@
 //! The messages. Field numbers are never reused; a newer peer's unknown fields are skipped.
 
+use prost::bytes::Bytes;
 use prost::{Message, Oneof};
 
 /// Protocol version that both sides must share.
@@ -536,9 +537,10 @@ pub struct TicketGroup {
     /// Group id.
     #[prost(uint32, tag = "1")]
     pub group: u32,
-    /// Block of each owned ordinal, -1 = not held; see [`super::pack_slots`].
-    #[prost(bytes = "vec", tag = "2")]
-    pub slots: Vec<u8>,
+    /// Block of each owned ordinal, -1 = not held; see [`super::pack_slots`]. A part of the ticket
+    /// it came in: a table is long, and the caller waits.
+    #[prost(bytes = "bytes", tag = "2")]
+    pub slots: Bytes,
     /// First valid token.
     #[prost(uint64, tag = "3")]
     pub token_begin: u64,
