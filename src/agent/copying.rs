@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use super::begin::{Decider, ImportCell};
 use super::control::Command;
+use super::import_cell::{Decider, ImportCell};
 use super::lock;
 use super::peers::Route;
 use super::remote::naming;

@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use super::api::Outcome;
-use super::begin::{ImportCell, Wants};
 use super::cells::outcome;
+use super::import_cell::ImportCell;
 use super::shared::Shared;
+use super::wants::Wants;
 use crate::error::Status;
 use crate::ids::Incarnation;
 use crate::layout::Layout;

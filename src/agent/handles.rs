@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::api::{PeerInfo, PublicationInfo, TransferInfo};
-use super::begin::ImportCell;
 use super::control::Command;
+use super::import_cell::ImportCell;
 use super::peers::PeerShared;
 use super::shared::Shared;
 use super::source::PublicationCell;

@@ -7,13 +7,11 @@ use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use super::api::{EventKind, PublishDesc, ReceiveDesc};
-use super::begin::{
-    ImportCell, Wants, check_wants, end_empty, groups_of, parts_of, pool_map, wants_nothing,
-    written_slots,
-};
+use super::begin::{end_empty, pool_map};
 use super::cells::{Cell, Observer};
 use super::control::Command;
 use super::gates::Gated;
+use super::import_cell::ImportCell;
 use super::metadata::incarnation;
 use super::peers::PeerShared;
 use super::publish::publish;
@@ -21,6 +19,9 @@ use super::reader::NewImport;
 use super::shared::{Shared, remember};
 use super::source::PublicationCell;
 use super::ticket::{decode_offer, encode_offer, key};
+use super::wants::{
+    Wants, check_owned_only, check_wants, groups_of, parts_of, wants_nothing, written_slots,
+};
 use crate::bail;
 use crate::error::Result;
 use crate::layout::Layout;
@@ -51,7 +52,7 @@ pub(super) fn receive(
     let layout = own.info.ranks[own.index].layout.clone();
     check_wants(&wants, &layout, &state)?;
     let slots = written_slots(&wants, &layout)?;
-    super::begin::check_owned_only(&desc.owned_only, &slots, &state)?;
+    check_owned_only(&desc.owned_only, &slots, &state)?;
     let pools = state.pools_of(groups_of(&wants).into_iter());
     state.use_pools(&pools)?;
     if let Err(e) = state.slots.begin_write(id, desc.key, &slots) {

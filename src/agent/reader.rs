@@ -4,18 +4,17 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::begin::{
-    Decider, ImportCell, Wants, add_part_bytes, bind, check_prefix, lease_of, parts_moved,
-    resolve_ends,
-};
+use super::begin::lease_of;
 use super::control::{Control, Timer};
 use super::copying::Run;
 use super::count::saved_bytes;
 use super::gates::Gated;
+use super::import_cell::{Decider, ImportCell};
 use super::notices::Finished;
 use super::peers::{PeerShared, Route};
 use super::serving::data_open;
 use super::ticket::{decode_ticket, entry_of, key};
+use super::wants::{Wants, add_part_bytes, bind, check_prefix, parts_moved, resolve_ends};
 use super::{lock, metadata};
 use crate::cuda::Gate;
 use crate::error::{Error, Status};

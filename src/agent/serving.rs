@@ -8,12 +8,12 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use super::api::{ImportGroup, ImportState, Timeouts};
-use super::begin::{Wants, bind};
 use super::lock;
 use super::metadata::{EngineInfo, RankInfo, incarnation};
 use super::opening::{Identity, call_blocking, receive_blocking};
 use super::shared::{Shared, random};
 use super::ticket::key;
+use super::wants::{Wants, bind};
 use crate::cuda::Devices;
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;

@@ -8,9 +8,9 @@ use std::time::Instant;
 use tokio::sync::mpsc;
 
 use super::api::{AgentConfig, Event};
-use super::begin::ImportCell;
 use super::control::Command;
 use super::group::Board;
+use super::import_cell::ImportCell;
 use super::log::Log;
 use super::metadata::EngineInfo;
 use super::peers::Routes;
