@@ -70,6 +70,18 @@ TEST(Agent, EveryBadConfigIsRefused) {
   config = KVF_AGENT_CONFIG_INIT;
   config.transports = "shm, pigeon";
   EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "pigeon");
+  setenv("KVFERRY_TRANSPORTS", "tcp", 1);
+  config.transports = "shm";
+  EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "no transport is left");
+  config = KVF_AGENT_CONFIG_INIT;
+  setenv("KVFERRY_TRANSPORTS", "\xff", 1);
+  EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "KVFERRY_TRANSPORTS");
+  unsetenv("KVFERRY_TRANSPORTS");
+  config.name = "two\nlines";
+  EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "control character");
+  config = KVF_AGENT_CONFIG_INIT;
+  config.peer_silence_ns = 3000000000;  // the default distance of heartbeats
+  EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "heartbeat_ns (3s)");
   config = KVF_AGENT_CONFIG_INIT;
   config.num_affinity = 1;
   EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "config.affinity is NULL");
@@ -133,6 +145,9 @@ TEST(Agent, AKeyFileIsTakenFromTheEnvironment) {
   EXPECT_CREATE_REFUSED(config, KVF_ERR_SYSTEM, path);
   write("too short\n");
   EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "KVFERRY_AUTH_KEY_FILE");
+  setenv("KVFERRY_AUTH_KEY_FILE", "/dev/zero", 1);  // has no end
+  EXPECT_CREATE_REFUSED(config, KVF_ERR_INVALID_ARGUMENT, "4098 bytes");
+  setenv("KVFERRY_AUTH_KEY_FILE", path.c_str(), 1);
   write("sixteen bytes...\n");
   config.listen = "0.0.0.0:0";
   config.advertise = "127.0.0.1:0";

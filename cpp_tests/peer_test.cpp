@@ -44,6 +44,12 @@ TEST(Peer, EveryBadArgumentIsRefused) {
     EXPECT_REFUSED(add({metadata.begin(), metadata.begin() + static_cast<std::ptrdiff_t>(cut)}),
                    argument, "");
   }
+  // A changed stride or address would be believed.
+  for (size_t at = 0; at < metadata.size(); ++at) {
+    broken = metadata;
+    broken[at] ^= 4;
+    EXPECT_LT(add(broken), 0) << "byte " << at;
+  }
   EXPECT_EQ(out, kUntouched);
 
   auto peer = side.agent.add_peer(metadata);

@@ -271,6 +271,10 @@ class Bench(unittest.TestCase):
                    "--blocks", 17, status=1)
         self.assertIn("--pool-mib", text)
 
+    def test_a_number_that_no_integer_holds_is_an_error(self):
+        text = run("kvferry-bench", "--block-size", 2**64, status=105)
+        self.assertIn("out of range", text)
+
 
 class Scale(unittest.TestCase):
     """Batches of any size in one call, with default settings, over every transport."""

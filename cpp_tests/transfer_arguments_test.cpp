@@ -29,6 +29,11 @@ TEST(TransferArguments, EveryBadPullIsRefusedAndChangesNothing) {
   refused(argument, "desc.ticket is NULL", [](auto& d) { d.desc.ticket = nullptr; });
   refused(argument, "desc.ticket has 0 bytes", [](auto& d) { d.desc.ticket_bytes = 0; });
   refused(argument, "ticket", [](auto& d) { d.desc.ticket_bytes -= 1; });
+  for (size_t at = 13; at < ticket.size(); ++at) {  // behind the head: a changed slot number
+    kvferry::Bytes changed = ticket;
+    changed[at] ^= 1;
+    refused(argument, "checksum", [&](auto& d) { d.desc.ticket = changed.data(); });
+  }
   const kvferry::Bytes foreign = strangers.publish(1, {3, 9}, 8).ticket();
   refused(argument, "add that engine as a peer", [&](auto& d) {
     d.desc.ticket = foreign.data();

@@ -592,7 +592,8 @@ typedef struct kvf_agent_config {
    */
   uint32_t workers;
   /**
-   * Appears in messages and thread names, need not be unique; NULL = "kvferry".
+   * Appears in messages and thread names, need not be unique, no control characters; NULL =
+   * "kvferry".
    */
   const char *name;
   /**
@@ -626,7 +627,8 @@ typedef struct kvf_agent_config {
    */
   uint64_t peer_silence_ns;
   /**
-   * Distance of heartbeats on an otherwise silent link, in ns; 0 = 3 s.
+   * Distance of heartbeats on an otherwise silent link, in ns; 0 = 3 s. Must be below
+   * `peer_silence_ns`, and below that of every peer.
    */
   uint64_t heartbeat_ns;
   /**

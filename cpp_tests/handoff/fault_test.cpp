@@ -155,9 +155,9 @@ class Group {
     end_of_source_ = "published " + std::to_string(++key_);
     const std::string to_reader = case_.reader_dies() ? "victim" : "survivor";
     const std::string to_source = case_.reader_dies() ? "survivor" : "victim";
-    const std::string what = std::to_string(kTokens) + " " + kBlocks + " -1 2000";
+    const std::string what = std::to_string(kTokens) + " " + kBlocks + " -1 ";
     if (!push_) {
-      const auto ticket = source().ask("publish " + std::to_string(key_) + " " + what + " 1500");
+      const auto ticket = source().ask("publish " + std::to_string(key_) + " " + what + "2000 1500");
       reader().send("import " + to_source + " " + ticket + " " + kBlocks + " 0 -1 20000");
       return;
     }
@@ -165,7 +165,7 @@ class Group {
                                      std::to_string(kTokens) + " -1 20000");
     const auto space = answer.find(' ');
     reader_transfer_ = answer.substr(0, space);
-    source().send("push " + to_reader + " " + answer.substr(space + 1) + " " + what);
+    source().send("push " + to_reader + " " + answer.substr(space + 1) + " " + what + "20000");
   }
 
   // The number of the reader's transfer; reads the answer that begin() left.

@@ -162,7 +162,8 @@ fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>, peer: &str)
         Ok(false) => End::new(
             Status::KVF_ERR_EXPIRED,
             format!(
-                "the source's lease ended before the last of {} bytes was attested",
+                "the publication had ended before the last of {} bytes was attested: its lease ran \
+                 out, it was released, or its readers had finished",
                 job.bytes()
             ),
         ),

@@ -30,7 +30,8 @@ impl Log {
         {
             // The sink may run on a caller's thread too; there the mark forbids calls from it.
             let _mark = crate::observe::marks::InCallback::enter();
-            sink(level, &text.to_string());
+            // A line stays one, whatever a peer calls itself or says.
+            sink(level, &text.to_string().replace(char::is_control, " "));
         }
     }
 

@@ -1,8 +1,8 @@
-//! Metadata: what an engine tells another one once. A fixed head with a digest of the invariants
-//! comes first, so that a stranger's bytes are compared before they are decoded.
+//! Metadata: what an engine tells another one once. A fixed head comes first, then the invariants,
+//! so that they are compared before the body is decoded.
 //!
 //! Head, little-endian: magic (4), major version (2), kind (2: 0 agent, 1 engine), total bytes
-//! (4), bytes of the invariants (4), digest of the invariants (16). Then the invariants, then the
+//! (4), bytes of the invariants (4), digest of all that follows (16). Then the invariants, then the
 //! body, both protobuf messages.
 
 use std::collections::BTreeMap;
@@ -157,14 +157,17 @@ fn encode(kind: Kind, invariants: &Invariants, body: &wire::EngineMetadata) -> R
     out.extend_from_slice(&(kind as u16).to_le_bytes());
     out.extend_from_slice(&(total as u32).to_le_bytes());
     out.extend_from_slice(&(invariants.len() as u32).to_le_bytes());
-    out.extend_from_slice(&digest(&invariants));
+    out.extend_from_slice(&[0; 16]);
     out.extend_from_slice(&invariants);
     body.encode_raw(&mut out);
+    let digest = digest(&out[HEAD..]);
+    out[HEAD - digest.len()..HEAD].copy_from_slice(&digest);
     Ok(out)
 }
 
-fn digest(invariants: &[u8]) -> [u8; 16] {
-    let full = Sha256::digest(invariants);
+/// Of all that follows the head: a changed stride would be read without an error.
+fn digest(content: &[u8]) -> [u8; 16] {
+    let full = Sha256::digest(content);
     std::array::from_fn(|i| full[i])
 }
 
@@ -217,7 +220,7 @@ fn open(
         );
     }
     let section = &bytes[HEAD..HEAD + invariants_len];
-    if digest(section) != bytes[16..32] {
+    if digest(&bytes[HEAD..]) != bytes[16..HEAD] {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
             "metadata is damaged: its digest does not fit"
@@ -262,6 +265,14 @@ fn agent_message(announced: &Announced<'_>) -> wire::AgentMetadata {
 }
 
 fn rank_info(m: &wire::AgentMetadata) -> Result<RankInfo> {
+    // It appears in texts of one line.
+    if m.name.contains(char::is_control) {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "metadata: the agent's name {:?} has control characters",
+            m.name
+        );
+    }
     let Some(message) = &m.layout else {
         bail!(KVF_ERR_INVALID_ARGUMENT, "agent {} has no layout", m.name);
     };

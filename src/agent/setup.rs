@@ -1,5 +1,6 @@
 //! Making an agent: configuration, sockets, threads.
 
+use std::io::Read;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,13 +11,14 @@ use super::api::AgentConfig;
 use super::control::{Command, Control, Inputs};
 use super::link::{listen_unix, unix_name};
 use super::log::{Log, LogSink};
+use super::paths::allowed;
 use super::shared::{Shared, random, register};
 use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
 use crate::memory::LeaseTable;
 use crate::observe::marks;
 use crate::runtime::{EventQueue, Thread, Workers, check_affinity, spawn};
-use crate::wire::AuthKey;
+use crate::wire::{AUTH_KEY_MAX, AuthKey};
 use crate::{bail, err};
 
 const DEFAULT_WORKERS: u32 = 2;
@@ -130,8 +132,11 @@ fn key_file() -> Result<Option<AuthKey>> {
         return Ok(None);
     };
     let place = || format!("the environment variable {KEY_FILE} names {path:?}");
-    let mut bytes =
-        std::fs::read(&path).map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, place(), &e))?;
+    // No more than shows that it is too long: the path may name a device without an end.
+    let mut bytes = Vec::new();
+    std::fs::File::open(&path)
+        .and_then(|file| file.take(AUTH_KEY_MAX as u64 + 2).read_to_end(&mut bytes))
+        .map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, place(), &e))?;
     // What an editor or `echo` adds is no part of the key.
     if bytes.ends_with(b"\n") {
         bytes.pop();
@@ -175,16 +180,42 @@ fn check(config: &AgentConfig) -> Result<SocketAddr> {
             TRANSPORTS.join(", ")
         );
     }
-    if let Ok(list) = std::env::var("KVFERRY_TRANSPORTS")
-        && let Some(unknown) = list
-            .split(',')
-            .map(str::trim)
-            .find(|t| !t.is_empty() && !TRANSPORTS.contains(t))
+    let environment = std::env::var_os("KVFERRY_TRANSPORTS").unwrap_or_default();
+    let list = environment.to_string_lossy();
+    if let Some(unknown) = list
+        .split(',')
+        .map(str::trim)
+        .find(|t| !t.is_empty() && !TRANSPORTS.contains(t))
     {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
             "the environment variable KVFERRY_TRANSPORTS names {unknown:?}; known are {}",
             TRANSPORTS.join(", ")
+        );
+    }
+    if !TRANSPORTS.iter().any(|t| allowed(&config.transports, t)) {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "no transport is left: the configuration names {:?} (none = all), the environment \
+             variable KVFERRY_TRANSPORTS allows {list:?}",
+            config.transports.join(",")
+        );
+    }
+    if let Some(control) = config.name.chars().find(|c| c.is_control()) {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "name {:?} has the control character {control:?}: it appears in log lines",
+            config.name
+        );
+    }
+    let times = &config.timeouts;
+    if times.heartbeat >= times.peer_silence {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "heartbeat_ns ({:?}) is not below peer_silence_ns ({:?}): a peer with nothing to do \
+             would be taken for lost; give a third of it or less",
+            times.heartbeat,
+            times.peer_silence
         );
     }
     check_affinity(&config.affinity)?;
@@ -207,9 +238,12 @@ fn check(config: &AgentConfig) -> Result<SocketAddr> {
 }
 
 fn resolve(what: &str, text: &str) -> Result<SocketAddr> {
-    let mut addresses = text
-        .to_socket_addrs()
-        .map_err(|e| err!(KVF_ERR_INVALID_ARGUMENT, "{what} {text:?}: {e}"))?;
+    let mut addresses = text.to_socket_addrs().map_err(|e| {
+        err!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "{what} {text:?}: {e}; give host:port, with port 0 for any"
+        )
+    })?;
     addresses
         .next()
         .ok_or_else(|| err!(KVF_ERR_INVALID_ARGUMENT, "{what} {text:?} names no address"))

@@ -5,7 +5,7 @@ use prost::bytes::Bytes;
 
 use crate::error::Result;
 use crate::ids::{Incarnation, Key};
-use crate::wire::{self, KeyMessage, OFFER_MAGIC, TICKET_MAGIC};
+use crate::wire::{self, KeyMessage, OFFER_MAGIC, TICKET_HEAD, TICKET_MAGIC};
 use crate::{bail, err};
 
 /// Longest ticket or offer that is looked at.
@@ -45,11 +45,14 @@ pub(super) fn encode_offer(offer: &wire::Offer) -> Vec<u8> {
 }
 
 fn encode(magic: [u8; 4], message: &impl Message) -> Vec<u8> {
-    let mut out = Vec::with_capacity(9 + message.encoded_len());
+    let mut out = Vec::with_capacity(TICKET_HEAD + message.encoded_len());
     out.extend_from_slice(&magic);
     out.push(MAJOR);
     out.extend_from_slice(&(message.encoded_len() as u32).to_le_bytes());
+    out.extend_from_slice(&[0; 4]);
     message.encode_raw(&mut out);
+    let sum = crc32fast::hash(&out[TICKET_HEAD..]);
+    out[9..TICKET_HEAD].copy_from_slice(&sum.to_le_bytes());
     out
 }
 
@@ -66,7 +69,7 @@ pub(super) fn decode_offer(bytes: &[u8]) -> Result<wire::Offer> {
 }
 
 fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: Bytes) -> Result<M> {
-    let Some((head, _)) = bytes.split_at_checked(9) else {
+    let Some((head, _)) = bytes.split_at_checked(TICKET_HEAD) else {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
             "{} bytes are no {what}",
@@ -87,13 +90,21 @@ fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: Bytes) -> Res
             head[4]
         );
     }
-    let len = u32::from_le_bytes([head[5], head[6], head[7], head[8]]) as usize;
-    let body = bytes.slice(9..);
+    let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| head[at + i]));
+    let len = number(5) as usize;
+    let body = bytes.slice(TICKET_HEAD..);
     if len != body.len() {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
             "a {what} of {} bytes says it has {len}: it was cut or damaged",
             body.len()
+        );
+    }
+    // A changed slot number would still decode, and the reader take another request's block.
+    if crc32fast::hash(&body) != number(9) {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "a {what} of {len} bytes is damaged: its checksum does not fit"
         );
     }
     M::decode(body).map_err(|e| err!(KVF_ERR_INVALID_ARGUMENT, "damaged {what}: {e}"))
@@ -125,6 +136,11 @@ mod tests {
             let err = decode_ticket(bytes[..cut].to_vec()).unwrap_err();
             assert_eq!(err.status, KVF_ERR_INVALID_ARGUMENT, "{cut}: {err}");
         }
+        for bit in 0..8 * bytes.len() {
+            let mut changed = bytes.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            decode_ticket(changed).expect_err("a changed bit");
+        }
         assert_eq!(
             decode_offer(&bytes).unwrap_err().status,
             KVF_ERR_INVALID_ARGUMENT
@@ -143,6 +159,7 @@ mod tests {
             let mut ticket = TICKET_MAGIC.to_vec();
             ticket.push(MAJOR);
             ticket.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
+            ticket.extend_from_slice(&crc32fast::hash(&bytes).to_le_bytes());
             ticket.extend_from_slice(&bytes);
             let _ = decode_ticket(ticket);
             let _ = decode_ticket(bytes);

@@ -26,7 +26,8 @@ pub struct kvf_agent_config {
     pub abi_version: u32,
     /// Copying threads; 0 = 2.
     pub workers: u32,
-    /// Appears in messages and thread names, need not be unique; NULL = "kvferry".
+    /// Appears in messages and thread names, need not be unique, no control characters; NULL =
+    /// "kvferry".
     pub name: *const c_char,
     /// `host:port` for other agents; NULL = 127.0.0.1 and any port. An address that is not loopback
     /// needs `auth_key` or `allow_unauthenticated`.
@@ -44,7 +45,8 @@ pub struct kvf_agent_config {
     pub connect_ns: u64,
     /// A peer that has sent nothing for this long is lost, in ns; 0 = 10 s.
     pub peer_silence_ns: u64,
-    /// Distance of heartbeats on an otherwise silent link, in ns; 0 = 3 s.
+    /// Distance of heartbeats on an otherwise silent link, in ns; 0 = 3 s. Must be below
+    /// `peer_silence_ns`, and below that of every peer.
     pub heartbeat_ns: u64,
     /// Life of a publication until its first reader, in ns; 0 = 300 s.
     pub claim_ns: u64,

@@ -1,7 +1,6 @@
 //! Sealed memfds: made by the source, checked by the peer that maps them.
 
 use std::ffi::CString;
-use std::fmt::Display;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
@@ -114,7 +113,7 @@ impl Sealed {
         }
 
         let fd = create(name, pages)?;
-        let fail = |what: &str, err: io::Error| no_memory(format!("{name}: {what}"), bytes, &err);
+        let fail = |what: &str, err: io::Error| no_memory(name, what, file_bytes, pages, &err);
         let end = libc::off_t::try_from(file_bytes).map_err(|_| too_long())?;
         // SAFETY: resizes our own file.
         if unsafe { libc::ftruncate(fd.as_raw_fd(), end) } != 0 {
@@ -164,22 +163,31 @@ fn create(name: &str, pages: PageSize) -> Result<OwnedFd> {
     // SAFETY: the name is NUL-terminated and outlives the call.
     let fd = unsafe { libc::memfd_create(c_name.as_ptr(), flags) };
     if fd < 0 {
+        let err = io::Error::last_os_error();
+        let status = match err.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE) => Status::KVF_ERR_SYSTEM,
+            Some(libc::ENOMEM) => Status::KVF_ERR_NO_MEMORY,
+            _ => Status::KVF_ERR_UNSUPPORTED,
+        };
         return Err(Error::os(
-            Status::KVF_ERR_UNSUPPORTED,
+            status,
             format!("{name}: memfd_create with {} byte pages", pages.bytes()),
-            &io::Error::last_os_error(),
+            &err,
         ));
     }
     // SAFETY: a new descriptor that nobody else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-fn no_memory(what: impl Display, bytes: u64, err: &io::Error) -> Error {
-    Error::os(
-        Status::KVF_ERR_NO_MEMORY,
-        format!("{what} {bytes} bytes of shared memory"),
-        err,
-    )
+fn no_memory(name: &str, what: &str, bytes: u64, pages: PageSize, err: &io::Error) -> Error {
+    let mut text = format!("{name}: {what} {bytes} bytes of shared memory");
+    if pages.is_reserved() {
+        text.push_str(&format!(
+            " in huge pages (reserved ones: /sys/kernel/mm/hugepages/hugepages-{}kB/nr_hugepages)",
+            pages.bytes() / 1024
+        ));
+    }
+    Error::os(Status::KVF_ERR_NO_MEMORY, text, err)
 }
 
 /// Binds the file's pages to a NUMA node; must come before the first page exists.

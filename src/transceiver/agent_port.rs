@@ -15,10 +15,7 @@ use crate::agent::{
 use crate::bail;
 use crate::error::{Error, Result, Status};
 use crate::ids::Key;
-use crate::wire::{OFFER_MAGIC, Offer, TICKET_MAGIC, Ticket};
-
-/// Bytes before a ticket's message: magic, version, length.
-const TICKET_HEAD: usize = 9;
+use crate::wire::{OFFER_MAGIC, Offer, TICKET_HEAD, TICKET_MAGIC, Ticket};
 
 /// A port to the agent that `A` owns or shares.
 #[derive(Debug)]

@@ -12,6 +12,8 @@ pub const METADATA_MAGIC: [u8; 4] = *b"KVFM";
 pub const TICKET_MAGIC: [u8; 4] = *b"KVFT";
 /// Bytes at the start of an offer.
 pub const OFFER_MAGIC: [u8; 4] = *b"KVFO";
+/// Bytes before the message of a ticket or offer: magic, version, its length, its CRC-32.
+pub const TICKET_HEAD: usize = 13;
 
 /// One control message.
 #[derive(Clone, PartialEq, Message)]

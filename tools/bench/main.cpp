@@ -212,7 +212,14 @@ int main(int argc, char** argv) {
       ->delimiter(',');
   app.add_flag("--json", options.json, "One line of JSON for each case");
   app.add_option("--child-fd", child_fd)->group("");  // the second process
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    return app.exit(e);
+  } catch (const std::exception& e) {  // a number with a unit that no integer holds
+    std::cerr << "kvferry-bench: an argument is out of range (" << e.what() << ")\n";
+    return 105;
+  }
   options.json |= options.step;
   try {
     return child_fd >= 0 ? serve_source(child_fd, stream_hook()) : run(options);
