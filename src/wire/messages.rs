@@ -584,6 +584,9 @@ pub struct DataHello {
     /// Over UCX: the number that the answer to this bears.
     #[prost(uint64, tag = "6")]
     pub job: u64,
+    /// Over UCX: the connections that there were do not answer; make a new one.
+    #[prost(bool, tag = "7")]
+    pub anew: bool,
 }
 
 /// What a reader reads on a data connection: enough for the source to derive the same copies.

@@ -199,6 +199,14 @@ impl Progress {
             address: hello.address.clone(),
             keys: Vec::new(),
         };
+        if hello.anew {
+            let (ucx, address) = (self.ucx, &hello.address);
+            let old = self
+                .endpoints
+                .values_mut()
+                .filter(|e| e.address == *address);
+            old.for_each(|endpoint| endpoint.close(ucx));
+        }
         let (endpoint, _) = self.connect(peer)?;
         let connection = Connection::new(&hello, endpoint, self.queue.clone());
         self.incoming.connect(&Arc::new(connection))

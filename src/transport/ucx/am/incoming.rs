@@ -76,6 +76,7 @@ pub struct Hello {
     pub secret: [u8; KEY_BYTES],
     pub address: Vec<u8>,
     pub job: u64,
+    pub anew: bool,
 }
 
 /// Where messages go.
@@ -248,6 +249,7 @@ impl Incoming {
             secret,
             address: hello.address,
             job: hello.job,
+            anew: hello.anew,
         });
         Ok(())
     }

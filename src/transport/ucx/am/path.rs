@@ -10,7 +10,7 @@ use super::incoming::connection_key;
 use super::message::{Kind, Message};
 use super::{Channel, KEY_BYTES};
 use crate::cuda::Devices;
-use crate::error::Result;
+use crate::error::{Result, Status};
 use crate::transport::device::flow::Flow;
 use crate::transport::pieces::{Asking, PIPELINE, Placed, Ranges, place};
 use crate::transport::ucx::endpoint::EndpointState;
@@ -57,7 +57,7 @@ impl MessagePath {
         patience: Duration,
         devices: Arc<Devices>,
     ) -> Result<Self> {
-        let path = Self {
+        let mut path = Self {
             link: Link::new(&engine, &source)?,
             engine,
             source,
@@ -65,11 +65,19 @@ impl MessagePath {
             spin,
             devices,
         };
-        path.greet(patience)?;
+        // An old connection may not have noticed yet that the network works again.
+        if let Err(e) = path.greet(patience / 2, false) {
+            if e.status != Status::KVF_ERR_TRANSFER {
+                return Err(e);
+            }
+            path.engine.close_endpoint(path.link.endpoint);
+            path.link = Link::new(&path.engine, &path.source)?;
+            path.greet(patience / 2, true)?;
+        }
         Ok(path)
     }
 
-    fn greet(&self, patience: Duration) -> Result<()> {
+    fn greet(&self, patience: Duration, anew: bool) -> Result<()> {
         let deadline = Instant::now() + patience;
         let channel = self.channel()?;
         let hello = DataHello {
@@ -77,6 +85,7 @@ impl MessagePath {
             secret: self.link.secret.to_vec(),
             address: self.engine.address().to_vec(),
             job: channel.number,
+            anew,
         };
         let mut frame = Vec::new();
         let body = Some(Body::DataHello(hello));

@@ -367,6 +367,7 @@ fn garbage_changes_nothing_and_is_counted() {
         secret: secret.to_vec(),
         address: stranger.address().to_vec(),
         job: 1,
+        anew: false,
     };
     let mut frame = Vec::new();
     let body = Some(Body::DataHello(hello));
