@@ -2718,7 +2718,8 @@ KVF_NOEXCEPT;
  * @param      pool   The pool.
  * @param[out] base   Receives the address of its first byte.
  * @param[out] bytes  Receives its length in bytes; may be NULL.
- * @return KVF_OK; KVF_ERR_NOT_FOUND for a pool that has been released.
+ * @return KVF_OK, also for a pool that has been released: what kvferry made stays mapped until
+ *         kvf_pool_destroy().
  *
  * # Safety
  * @p pool must be live, @p base writable, @p bytes NULL or writable.
@@ -2746,7 +2747,8 @@ kvf_status kvf_pool_id(const struct kvf_pool *pool, uint32_t *id) KVF_NOEXCEPT;
  *
  * @param pool         The pool.
  * @param deadline_ns  From now, in ns; 0 = the event comes at once, whatever it says.
- * @return KVF_OK: begun; KVF_ERR_STATE: it was begun before and has not ended.
+ * @return KVF_OK: begun; KVF_ERR_STATE: it was begun before and has not ended, or the
+ *         pool has been released.
  *
  * # Safety
  * @p pool must be live.
