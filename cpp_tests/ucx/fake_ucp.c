@@ -62,5 +62,7 @@ NEVER(ucp_ep_rkey_unpack)
 #ifndef FAKE_WITHOUT_GET
 NEVER(ucp_get_nbx)
 #endif
+NEVER(ucp_worker_set_am_recv_handler)
+NEVER(ucp_am_send_nbx)
 NEVER(ucp_request_free)
 NEVER(ucp_request_check_status)

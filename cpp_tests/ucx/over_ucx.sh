@@ -25,6 +25,6 @@ case $which in
     ;;
 esac
 # UCX writes its log to standard output, where the programs of the suites answer.
-export KVFERRY_TRANSPORTS=ucx KVFERRY_UCX_LIBRARY=$library UCX_LOG_LEVEL=fatal
+export KVFERRY_TRANSPORTS=ucx KVFERRY_UCX_LIBRARY=$library UCX_LOG_LEVEL=${UCX_LOG_LEVEL:-fatal}
 if [ "$lanes" != any ]; then export UCX_TLS=$lanes; fi
 exec "$@"

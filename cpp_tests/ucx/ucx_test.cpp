@@ -200,9 +200,9 @@ TEST(Ucx, APoolIsReleasedAtOnceAfterItsTransfers) {
   EXPECT_EQ(info.status, KVF_OK);
 }
 
-// Over TCP a stopped source answers no get: the transfer ends at its deadline, its memory is quiet
-// once the endpoint was closed, and the next transfer has a new way.
-TEST(Ucx, AStoppedSourceEndsAtTheDeadlineAndServesAgainOnANewEndpoint) {
+// A stopped source answers nothing: the transfer ends at its deadline with its memory quiet, and what
+// the source sends when it goes on changes nothing.
+TEST(Ucx, AStoppedSourceEndsAtTheDeadlineAndServesAgain) {
   NEED_UCX();
   environment("ucx", "", "tcp");
   Shape shape;
@@ -232,8 +232,7 @@ TEST(Ucx, AStoppedSourceEndsAtTheDeadlineAndServesAgainOnANewEndpoint) {
   EXPECT_STREQ(pair.peer.query().transport, "ucx");
 }
 
-// A reader dies in mid-copy, over TCP with gets on their way; then the source frees the memory. UCX
-// would answer a late get from memory that is gone.
+// A reader dies in mid-copy; then the source frees the memory, which UCX must not touch any more.
 TEST(Ucx, MemoryMayBeFreedAfterAReaderWasLost) {
   NEED_UCX();
   environment("ucx", "", "tcp");
@@ -254,7 +253,7 @@ TEST(Ucx, MemoryMayBeFreedAfterAReaderWasLost) {
     offer.claim = 2s;  // it may die before its claim is on the wire
     auto publication = here.agent.publish(offer);
     EXPECT_EQ(reader.ask("import " + to_hex(publication.ticket()) + " 0,1,2,3,4,5,6,7 0 20000"), "0");
-    reader.kill(round == 2 ? SIGSTOP : SIGKILL);  // the last one has gets waiting
+    reader.kill(round == 2 ? SIGSTOP : SIGKILL);  // the last one has bytes coming
     if (round < 2) {
       EXPECT_NE(publication.wait(10s), KVF_TIMED_OUT);
       continue;

@@ -38,7 +38,8 @@ impl Control {
         {
             remote.memory_asked = Some(link.id);
             let ucx = ucx::is_wanted(&self.shared, link.process.is_some());
-            link.send(Body::MemoryRequest(wire::MemoryRequest { ucx }));
+            let ucx_gets = ucx && ucx::wants_gets(&self.shared);
+            link.send(Body::MemoryRequest(wire::MemoryRequest { ucx, ucx_gets }));
         }
     }
 
@@ -67,7 +68,7 @@ impl Control {
         // Loading UCX and registering memory take their time.
         let shared = self.shared.clone();
         self.shared.workers.submit(i32::MAX, move || {
-            let ucx = ucx::announce(&shared);
+            let ucx = ucx::announce(&shared, request.ucx_gets);
             shared.send(Command::Announce(agent, Box::new(ucx)));
         });
     }
@@ -260,7 +261,7 @@ fn make_path(
         },
     }
     match ucx::path(shared, source, memory, nonce, &reasons) {
-        Ok(path) => return Ok(Arc::new(path)),
+        Ok(path) => return Ok(path),
         Err(e) => reasons.push(format!("ucx: {}", e.text)),
     }
     let doors = [

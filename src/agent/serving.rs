@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Instant;
 
 use super::api::{ImportGroup, ImportState, Timeouts};
@@ -20,7 +20,9 @@ use crate::ids::Incarnation;
 use crate::memory::Pool;
 use crate::plan::{Pair, Plan, Policy};
 use crate::runtime::{Thread, spawn, stalled};
-use crate::transport::tcp::{Connect, Opened, Serving, Source, Stream, Until, serve};
+use crate::transport::pieces::{Opened, Serving, Source};
+use crate::transport::tcp::{Connect, Stream, Until, serve};
+use crate::transport::ucx;
 use crate::wire::{self, Body, DataHello, DataOpen, DataPart, Frame, pack_slots, unpack_slots};
 use crate::{bail, err};
 
@@ -68,9 +70,16 @@ pub(super) struct DataConnections {
 struct Inner {
     tokens: HashMap<[u8; 16], Reader>,
     next: u64,
-    open: HashMap<u64, (Incarnation, Arc<Stream>)>,
+    open: HashMap<u64, Open>,
     threads: Vec<Thread>,
     closed: bool,
+}
+
+/// A connection that is served.
+struct Open {
+    of: Incarnation,
+    /// Ends it.
+    end: Box<dyn Fn() + Send>,
 }
 
 impl DataConnections {
@@ -80,6 +89,13 @@ impl DataConnections {
             return Vec::new(); // without one no data connection is let in
         };
         let mut inner = lock(&self.inner);
+        // Answers to two requests may cross: the reader may use either.
+        let known = inner.tokens.iter().find(|(_, reader)| {
+            reader.agent == agent && reader.index == index && Arc::ptr_eq(&reader.engine, engine)
+        });
+        if let Some((token, _)) = known {
+            return token.to_vec();
+        }
         inner.tokens.retain(|_, reader| reader.agent != agent);
         let engine = engine.clone();
         inner.tokens.insert(
@@ -98,10 +114,8 @@ impl DataConnections {
     pub fn drop_agent(&self, agent: Incarnation) {
         let mut inner = lock(&self.inner);
         inner.tokens.retain(|_, reader| reader.agent != agent);
-        for (of, stream) in inner.open.values() {
-            if *of == agent {
-                stream.shutdown();
-            }
+        for open in inner.open.values().filter(|open| open.of == agent) {
+            (open.end)();
         }
     }
 
@@ -111,10 +125,7 @@ impl DataConnections {
             let mut inner = lock(&self.inner);
             inner.closed = true;
             inner.tokens.clear();
-            inner
-                .open
-                .values()
-                .for_each(|(_, stream)| stream.shutdown());
+            inner.open.values().for_each(|open| (open.end)());
             std::mem::take(&mut inner.threads)
         };
         let mut all = true;
@@ -140,35 +151,10 @@ pub(super) fn admit(
     let times = &shared.config.timeouts;
     stream.watch_peer(times.heartbeat, times.peer_silence);
     let stream = Arc::new(stream);
-    let (reader, number) = {
-        let mut inner = lock(&shared.data.inner);
-        let reader = match inner.tokens.get(&token) {
-            Some(reader) if reader.agent == agent => reader.clone(),
-            _ => bail!(KVF_ERR_AUTH, "a data connection without a valid token"),
-        };
-        if inner.closed || inner.open.len() >= MAX_CONNECTIONS {
-            bail!(KVF_ERR_LIMIT, "{} data connections", inner.open.len());
-        }
-        inner.next += 1;
-        let number = inner.next;
-        inner.open.insert(number, (reader.agent, stream.clone()));
-        inner.threads.retain(|thread| !thread.is_finished());
-        (reader, number)
-    };
-    let serving = shared.clone();
-    let name = format!(
-        "{}-d{number}",
-        super::setup::thread_name(&shared.config.name)
-    );
-    let thread = spawn(name, &shared.config.affinity, move || {
-        let limits = Serving {
-            stall: serving.config.timeouts.peer_silence,
-            spin: serving.config.spin,
-        };
-        let source = Publications {
-            shared: serving.clone(),
-            reader,
-        };
+    let ended = stream.clone();
+    let end = Box::new(move || ended.shutdown());
+    let (reader, number) = register(shared, token, Some(agent), end)?;
+    serve_on_thread(shared, reader, number, move |source, limits| {
         let mut welcome = Vec::new();
         let welcome_by = Until {
             deadline: Instant::now() + limits.stall,
@@ -177,13 +163,61 @@ pub(super) fn admit(
         let frame = Frame {
             body: Some(Body::Welcome(wire::Welcome {
                 protocol: wire::PROTOCOL,
-                incarnation: serving.incarnation.0.to_vec(),
+                incarnation: source.shared.incarnation.0.to_vec(),
             })),
         };
-        let outcome = wire::encode(&frame, &mut welcome)
-            .and_then(|()| stream.send_all(&welcome, welcome_by))
-            .and_then(|()| serve(&stream, &source, limits));
-        if let Err(e) = outcome {
+        wire::encode(&frame, &mut welcome)?;
+        stream.send_all(&welcome, welcome_by)?;
+        serve(&stream, source, limits)
+    })
+}
+
+/// Notes a connection of the reader that has the token; `agent`: who it must be; `None` over UCX,
+/// where the token alone says so.
+fn register(
+    shared: &Shared,
+    token: [u8; 16],
+    agent: Option<Incarnation>,
+    end: Box<dyn Fn() + Send>,
+) -> Result<(Reader, u64)> {
+    let mut inner = lock(&shared.data.inner);
+    let reader = match inner.tokens.get(&token) {
+        Some(reader) if agent.is_none_or(|agent| reader.agent == agent) => reader.clone(),
+        _ => bail!(KVF_ERR_AUTH, "a data connection without a valid token"),
+    };
+    if inner.closed || inner.open.len() >= MAX_CONNECTIONS {
+        bail!(KVF_ERR_LIMIT, "{} data connections", inner.open.len());
+    }
+    inner.next += 1;
+    let number = inner.next;
+    let of = reader.agent;
+    inner.open.insert(number, Open { of, end });
+    inner.threads.retain(|thread| !thread.is_finished());
+    Ok((reader, number))
+}
+
+/// Runs `serve` on a thread of its own and forgets the connection afterwards.
+fn serve_on_thread(
+    shared: &Arc<Shared>,
+    reader: Reader,
+    number: u64,
+    serve: impl FnOnce(&Publications, Serving) -> Result<()> + Send + 'static,
+) -> Result<()> {
+    let source = Publications {
+        shared: shared.clone(),
+        reader,
+    };
+    let name = format!(
+        "{}-d{number}",
+        super::setup::thread_name(&shared.config.name)
+    );
+    let thread = spawn(name, &shared.config.affinity, move || {
+        let serving = &source.shared;
+        let limits = Serving {
+            stall: serving.config.timeouts.peer_silence,
+            spin: serving.config.spin,
+        };
+        if let Err(e) = serve(&source, limits) {
             serving
                 .log
                 .debug(format_args!("a data connection ended: {e}"));
@@ -198,6 +232,49 @@ pub(super) fn admit(
         Err(e) => {
             lock(&shared.data.inner).open.remove(&number);
             Err(e)
+        }
+    }
+}
+
+/// Lets in readers that come over UCX; what they send is for UCX's thread, which may outlive the agent.
+pub(super) struct OverUcx(pub Weak<Shared>);
+
+impl OverUcx {
+    fn agent(&self) -> Result<Arc<Shared>> {
+        match self.0.upgrade() {
+            Some(shared) => Ok(shared),
+            None => bail!(KVF_ERR_CANCELLED, "the agent has ended"),
+        }
+    }
+}
+
+impl ucx::Accept for OverUcx {
+    fn admits(&self, token: &[u8; 16]) -> Result<String> {
+        let shared = self.agent()?;
+        let inner = lock(&shared.data.inner);
+        let Some(reader) = inner.tokens.get(token) else {
+            shared.metrics.refused("data");
+            bail!(KVF_ERR_AUTH, "a data connection without a valid token");
+        };
+        let name = &reader.engine.ranks[reader.index].name;
+        Ok(format!("agent {name}"))
+    }
+
+    fn accept(&self, connection: &Arc<ucx::Connection>) -> Result<()> {
+        let shared = self.agent()?;
+        let ended = connection.clone();
+        let end = Box::new(move || ended.end("the agent ends it".into()));
+        let (reader, number) = register(&shared, connection.token, None, end)?;
+        let served = connection.clone();
+        serve_on_thread(&shared, reader, number, move |source, limits| {
+            let nonce = source.shared.leases.nonce();
+            served.serve(&nonce, source, limits)
+        })
+    }
+
+    fn dropped(&self, why: &'static str) {
+        if let Some(shared) = self.0.upgrade() {
+            shared.metrics.dropped_message(why);
         }
     }
 }
@@ -307,7 +384,10 @@ pub(super) enum Door {
 
 /// Opens data connections to a source.
 pub(super) fn dialler(shared: &Shared, source: &RankInfo, door: Door, token: Vec<u8>) -> Connect {
-    let hello = DataHello { token };
+    let hello = DataHello {
+        token,
+        ..Default::default()
+    };
     let own = Identity::of(shared);
     let times = shared.config.timeouts;
     let (expected, name) = (source.incarnation, source.name.clone());

@@ -6,14 +6,16 @@ use std::sync::{Arc, Mutex};
 
 use super::control::Command;
 use super::lock;
-use super::metadata::RankInfo;
+use super::metadata::{RankInfo, incarnation};
 use super::paths::allowed;
+use super::serving::OverUcx;
 use super::shared::Shared;
 use crate::bail;
 use crate::error::Result;
 use crate::memory::Pool;
 use crate::observe::marks;
-use crate::transport::ucx::{self, Engine, Region, Source, UcxPath};
+use crate::transport::DataPath;
+use crate::transport::ucx::{self, Engine, MessagePath, MessageSource, Region, Source, UcxPath};
 use crate::wire;
 
 /// The engine, if one was needed.
@@ -100,23 +102,25 @@ pub(super) fn is_wanted(shared: &Shared, same_host: bool) -> bool {
     is_named(shared) || (allowed(&shared.config.transports, "ucx") && !same_host && ucx::has_card())
 }
 
-/// Why UCX may be used here.
-fn chosen(shared: &Shared) -> Result<&'static str> {
+/// Whether to ask a source for gets.
+pub(super) fn wants_gets(shared: &Shared) -> bool {
+    !is_named(shared) && ucx::has_card()
+}
+
+/// Why UCX may be used here, and whether a card serves gets.
+fn chosen(shared: &Shared) -> Result<(&'static str, bool)> {
     if !allowed(&shared.config.transports, "ucx") {
         bail!(KVF_ERR_UNSUPPORTED, "not allowed by the configuration");
     }
     if is_named(shared) {
-        return Ok(match ucx::has_card() {
-            true => "forced by the configuration",
-            false => "forced by the configuration, no card for hardware RMA here",
-        });
+        return Ok(("forced by the configuration", false));
     }
     ucx::hardware_rma()?;
-    Ok("hardware RMA")
+    Ok(("hardware RMA", true))
 }
 
 /// The agent's engine; not on the control thread, since loading UCX takes its time.
-fn engine(shared: &Arc<Shared>) -> Result<Arc<Engine>> {
+fn engine(shared: &Arc<Shared>, gets: bool) -> Result<Arc<Engine>> {
     let _making = lock(&shared.ucx.making);
     if let Some(engine) = &lock(&shared.ucx.state).engine
         && !engine.has_ended()
@@ -126,73 +130,61 @@ fn engine(shared: &Arc<Shared>) -> Result<Arc<Engine>> {
     let config = ucx::Config {
         name: format!("{}-ucx", super::setup::thread_name(&shared.config.name)),
         affinity: shared.config.affinity.clone(),
-        forced: is_named(shared),
+        gets,
+        // With a card it opens no sockets. Shared memory is `shm`'s, whose peers' deaths and files
+        // kvferry looks after itself.
+        lanes: if gets { "ib" } else { "^mm" },
         loopback: shared.address.ip().is_loopback(),
         spin: shared.config.spin,
         patience: shared.config.timeouts.connect,
     };
     let commands = shared.commands.clone();
-    let made = Engine::start(config, move || {
+    let accept = Box::new(OverUcx(Arc::downgrade(shared)));
+    let made = Engine::start(config, accept, move || {
         let _ = commands.send(Command::Panicked(marks::take_panic()));
     })?;
-    if !ucx::has_card() {
-        shared.log.warn(format_args!(
-            "{} without a card for RMA: it answers gets in software and may abort this process \
-             when a reader dies; for trials only",
-            made.describe()
-        ));
-    }
     lock(&shared.ucx.state).engine = Some(made.clone());
     Ok(made)
 }
 
-/// Device memory goes through the sockets' staging: nobody has measured it with UCX.
-fn host_memory_only(devices: bool) -> Result<()> {
-    if devices {
-        bail!(
-            KVF_ERR_UNSUPPORTED,
-            "device memory is not read through UCX yet"
-        );
-    }
-    Ok(())
-}
-
-/// What a reader that wants to use UCX is told.
-pub(super) fn announce(shared: &Arc<Shared>) -> wire::UcxMemory {
-    registered(shared).unwrap_or_else(|e| wire::UcxMemory {
+/// What a reader that wants to use UCX is told; `gets`: it could use gets.
+pub(super) fn announce(shared: &Arc<Shared>, gets: bool) -> wire::UcxMemory {
+    announced(shared, gets).unwrap_or_else(|e| wire::UcxMemory {
         refused: e.text,
         ..Default::default()
     })
 }
 
-fn registered(shared: &Arc<Shared>) -> Result<wire::UcxMemory> {
-    chosen(shared)?;
+fn announced(shared: &Arc<Shared>, gets: bool) -> Result<wire::UcxMemory> {
+    let (_, card) = chosen(shared)?;
+    let engine = engine(shared, card)?;
+    let mut memory = wire::UcxMemory {
+        version: engine.version().to_owned(),
+        address: engine.address().to_vec(),
+        ..Default::default()
+    };
     let pools: Vec<Arc<Pool>> = {
         let state = shared.lock();
         state.layout_pools().map(|e| e.pool.clone()).collect()
     };
-    host_memory_only(pools.iter().any(|pool| pool.is_device()))?;
-    let engine = engine(shared)?;
-    let mut keys = Vec::new();
+    // Nobody has measured gets of device memory; messages pass it through host buffers.
+    if !gets || !engine.has_gets() || pools.iter().any(|pool| pool.is_device()) {
+        return Ok(memory);
+    }
     for pool in pools {
         // Not while it is taken back, nor the other way round.
         if let Some(_open) = pool.enter() {
-            keys.push(wire::UcxKey {
+            memory.keys.push(wire::UcxKey {
                 pool: pool.id(),
                 key: engine.register_pool(&pool)?,
             });
         }
     }
-    Ok(wire::UcxMemory {
-        version: engine.version().to_owned(),
-        address: engine.address().to_vec(),
-        lease_key: engine.register_leases(&shared.leases)?,
-        keys,
-        refused: String::new(),
-    })
+    memory.lease_key = engine.register_leases(&shared.leases)?;
+    Ok(memory)
 }
 
-/// A way through UCX, proven by reading the nonce; `refused`: ways that were not taken, and why.
+/// A way through UCX, proven by the nonce; `refused`: ways that were not taken, and why.
 ///
 /// # Errors
 /// Why it cannot be used; without the transport's name.
@@ -202,8 +194,8 @@ pub(super) fn path(
     memory: &wire::Memory,
     nonce: [u8; 16],
     refused: &[String],
-) -> Result<UcxPath> {
-    let why = chosen(shared)?;
+) -> Result<Arc<dyn DataPath>> {
+    let (why, card) = chosen(shared)?;
     let Some(announced) = &memory.ucx else {
         bail!(
             KVF_ERR_UNSUPPORTED,
@@ -213,14 +205,36 @@ pub(super) fn path(
     if !announced.refused.is_empty() {
         bail!(KVF_ERR_UNSUPPORTED, "the source: {}", announced.refused);
     }
-    host_memory_only(!shared.contexts().is_empty())?;
-    let engine = engine(shared)?;
+    let engine = engine(shared, card)?;
+    let gets = engine.has_gets() && !announced.lease_key.is_empty();
+    let gets = gets && shared.contexts().is_empty();
+    let how = if gets { "gets" } else { "messages" };
+    let mut reason = format!("{how}; the source's is {}; {why}", announced.version);
+    if !refused.is_empty() {
+        reason.push_str(&format!("; not {}", refused.join("; not ")));
+    }
+    let (name, patience) = (
+        format!("agent {}", source.name),
+        shared.config.timeouts.connect,
+    );
+    if !gets {
+        let source = MessageSource {
+            name,
+            address: announced.address.clone(),
+            token: incarnation(&memory.token)?.0,
+            pools: memory.pools.iter().map(|p| (p.id, p.bytes)).collect(),
+            nonce,
+        };
+        let (spin, devices) = (shared.config.spin, shared.devices.clone());
+        let path = MessagePath::new(engine, source, reason, spin, patience, devices)?;
+        return Ok(Arc::new(path));
+    }
     let keys = announced
         .keys
         .iter()
         .map(|key| (Region::Pool(key.pool), key.key.clone()));
     let source = Source {
-        name: format!("agent {}", source.name),
+        name,
         address: announced.address.clone(),
         keys: keys
             .chain([(Region::Leases, announced.lease_key.clone())])
@@ -233,9 +247,5 @@ pub(super) fn path(
         leases: (memory.lease_address, memory.lease_bytes),
         nonce,
     };
-    let mut reason = format!("the source's is {}; {why}", announced.version);
-    if !refused.is_empty() {
-        reason.push_str(&format!("; not {}", refused.join("; not ")));
-    }
-    UcxPath::new(engine, source, reason, shared.config.timeouts.connect)
+    Ok(Arc::new(UcxPath::new(engine, source, reason, patience)?))
 }

@@ -132,6 +132,7 @@ pub struct Metrics {
     expired: IntCounter,
     late: IntCounterVec,
     refused: IntCounterVec,
+    dropped: IntCounterVec,
     leases: IntGauge,
     running: IntGauge,
     quarantined_transfers: IntGauge,
@@ -214,6 +215,11 @@ impl Metrics {
             refused: make.counters(
                 "refused_connections_total",
                 "Connections of others that were refused, by reason",
+                &["reason"],
+            )?,
+            dropped: make.counters(
+                "dropped_messages_total",
+                "Messages over UCX that changed nothing, by reason",
                 &["reason"],
             )?,
             leases: make.gauge("leases", "Publications whose lease holds")?,
@@ -319,6 +325,11 @@ impl Metrics {
     /// Counts a connection of somebody else that was refused.
     pub fn refused(&self, reason: &str) {
         self.refused.with_label_values(&[reason]).inc();
+    }
+
+    /// Counts a message over UCX that changed nothing.
+    pub fn dropped_message(&self, reason: &str) {
+        self.dropped.with_label_values(&[reason]).inc();
     }
 
     /// All metrics with their present values.

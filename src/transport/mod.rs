@@ -6,6 +6,7 @@
 
 pub mod device;
 pub mod inproc;
+pub mod pieces;
 pub mod shm;
 mod span;
 pub mod tcp;

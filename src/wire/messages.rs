@@ -204,6 +204,9 @@ pub struct MemoryRequest {
     /// Also for UCX, which the source may have to load for it.
     #[prost(bool, tag = "1")]
     pub ucx: bool,
+    /// By gets, if the source can serve them too; else by messages.
+    #[prost(bool, tag = "2")]
+    pub ucx_gets: bool,
 }
 
 /// Memory of the sending agent. File descriptors: the lease table, then each mappable pool.
@@ -241,7 +244,7 @@ pub struct UcxMemory {
     /// Of its worker.
     #[prost(bytes = "vec", tag = "2")]
     pub address: Vec<u8>,
-    /// Packed key of the lease table.
+    /// Packed key of the lease table. Empty: messages, not gets.
     #[prost(bytes = "vec", tag = "3")]
     pub lease_key: Vec<u8>,
     /// Packed keys of the pools.
@@ -572,6 +575,15 @@ pub struct DataHello {
     /// The token of the [`Memory`] message.
     #[prost(bytes = "vec", tag = "3")]
     pub token: Vec<u8>,
+    /// Over UCX: what answers are to begin with.
+    #[prost(bytes = "vec", tag = "4")]
+    pub secret: Vec<u8>,
+    /// Over UCX: of the reader's worker.
+    #[prost(bytes = "vec", tag = "5")]
+    pub address: Vec<u8>,
+    /// Over UCX: the number that the answer to this bears.
+    #[prost(uint64, tag = "6")]
+    pub job: u64,
 }
 
 /// What a reader reads on a data connection: enough for the source to derive the same copies.

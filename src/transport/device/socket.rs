@@ -75,9 +75,10 @@ impl Landing {
             Entry::Vacant(new) => new.insert(Stage::new(flow.lane(context)?)?),
         };
         let out = out_of_staging(pattern, stage.bytes);
+        let at = stage.next(bytes)?;
         let copy = device_copy(&out, stage.device, place.address, None)?;
         stage.copies.push(copy);
-        stage.next(bytes)
+        Ok(at)
     }
 
     /// Everything has been received: the device takes it from here.
@@ -104,6 +105,7 @@ impl Landing {
 pub(in crate::transport) struct Raising<'a> {
     devices: &'a Devices,
     stages: BTreeMap<Context, Stage>,
+    started: bool,
     /// The first call that the driver refused.
     refused: Result<()>,
     /// The device may still use the buffers and the pools.
@@ -115,6 +117,7 @@ impl<'a> Raising<'a> {
         Self {
             devices,
             stages: BTreeMap::new(),
+            started: false,
             refused: Ok(()),
             stuck: false,
         }
@@ -136,14 +139,16 @@ impl<'a> Raising<'a> {
             Entry::Vacant(new) => new.insert(Stage::new(self.devices.lane(context)?)?),
         };
         let into = into_staging(pattern, stage.bytes);
+        let at = stage.next(bytes)?;
         let copy = device_copy(&into, place.address, stage.device, None)?;
         stage.copies.push(copy);
-        stage.next(bytes)
+        Ok(at)
     }
 
     /// Has the devices copy into the buffers; the caller keeps the pools open until
     /// [`Self::finish`]. What a driver refuses, [`Self::wait`] tells.
     pub fn start(&mut self) {
+        self.started = true;
         for stage in self.stages.values_mut() {
             // SAFETY: the buffer is the lane's; the source was checked and is kept by the caller.
             let enqueued = unsafe { stage.lane.copy(&stage.copies, &|| false) };
@@ -154,11 +159,14 @@ impl<'a> Raising<'a> {
         }
     }
 
-    /// Waits for the devices, so long at most.
+    /// Waits for the devices, so long at most. After [`Self::start`].
     ///
     /// # Errors
     /// `KVF_ERR_TRANSFER` with the driver's reason, or if it took too long.
     pub fn wait(&mut self, limit: Duration) -> Result<()> {
+        if !self.started && !self.is_empty() {
+            bail!(KVF_ERR_INTERNAL, "a batch was not started");
+        }
         let until = Instant::now() + limit;
         let mut outcome = std::mem::replace(&mut self.refused, Ok(()));
         if self.stuck {

@@ -7,17 +7,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::stream::{Patience, Ranges, Stream};
-use super::{BATCH_BYTES, HEAD_BYTES, MAX_TEXT, PIPELINE, TRAILER_BYTES};
+use super::stream::{Patience, Stream};
+use super::{HEAD_BYTES, TRAILER_BYTES};
 use crate::bail;
 use crate::cuda::Devices;
 use crate::error::{Error, Result, Status};
 use crate::plan::Pattern;
 use crate::transport::device::flow::Flow;
-use crate::transport::device::socket::Landing;
-use crate::transport::span::{Runs, check, unknown_pool};
+use crate::transport::pieces::{Asking, MAX_TEXT, PIPELINE, Ranges, place, refusal};
 use crate::transport::{DataPath, ReadJob};
-use crate::wire::{self, Body, DataClose, DataRead, Frame};
 
 /// Jobs up to this size are asked for by the thread that begins them.
 const INLINE_BYTES: u64 = 32 << 10;
@@ -101,17 +99,13 @@ impl TcpPath {
     /// Begins one worker's part of a job: names it and asks for its first pieces. Nothing has come
     /// when this returns.
     fn ask_first(&self, job: &ReadJob, stream: Stream, patience: Patience<'_>) -> Result<Asked> {
+        let number = self.next_job.fetch_add(1, Ordering::Relaxed);
+        let mut out = Vec::new();
         let mut asked = Asked {
             stream,
-            number: self.next_job.fetch_add(1, Ordering::Relaxed),
+            asking: Asking::begin(job, number, &mut out)?,
             batches: VecDeque::new(),
-            spare: Vec::new(),
-            all: false,
         };
-        let mut request = job.request().clone();
-        request.job = asked.number;
-        let mut out = Vec::new();
-        encode(Body::DataOpen(request), &mut out)?;
         self.ask_more(job, &mut asked, out, patience)?;
         Ok(asked)
     }
@@ -124,25 +118,9 @@ impl TcpPath {
         mut out: Vec<u8>,
         patience: Patience<'_>,
     ) -> Result<()> {
-        let number = asked.number;
-        while asked.batches.len() < PIPELINE && !asked.all {
-            let mut batch: Vec<Pattern> = asked.spare.pop().unwrap_or_default();
-            batch.clear();
-            let Some((binding, cursor)) = job.next_at(BATCH_BYTES, &mut batch) else {
-                asked.all = true;
-                encode(Body::DataClose(DataClose { job: number }), &mut out)?;
-                break;
-            };
-            let (piece, segment, taken) = cursor.to_parts();
-            let read = DataRead {
-                job: number,
-                binding: binding as u32,
-                piece,
-                segment,
-                taken,
-                max_bytes: BATCH_BYTES,
-            };
-            encode(Body::DataRead(read), &mut out)?;
+        while asked.batches.len() < PIPELINE
+            && let Some(batch) = asked.asking.next(job, &mut out)?
+        {
             asked.batches.push_back(batch);
         }
         if out.is_empty() {
@@ -167,7 +145,7 @@ impl TcpPath {
                     Fault::Io(e) => self.failed(job, "read", &e),
                     Fault::Told(e) => e,
                 })?;
-            asked.spare.push(batch);
+            asked.asking.give_back(batch);
             self.ask_more(job, asked, Vec::new(), patience)?;
         }
         Ok(())
@@ -195,37 +173,8 @@ impl TcpPath {
         flow: &mut Flow<'_>,
         patience: Patience<'_>,
     ) -> std::result::Result<(), Fault> {
-        ranges.clear();
-        let (mut bytes, mut on_host) = (0, 0);
-        let mut landing = Landing::default();
-        // Neighbouring patterns mostly use the same two pools.
-        let mut known = None;
-        for pattern in batch {
-            let ids = (pattern.src_pool, pattern.dst_pool);
-            let (src_bytes, pool) = match known {
-                Some((last, src_bytes, pool)) if last == ids => (src_bytes, pool),
-                _ => {
-                    let Some(pool) = job.pool(pattern.dst_pool) else {
-                        return Err(Fault::Told(unknown_pool("this side", pattern.dst_pool)));
-                    };
-                    let src_bytes = self.pools.get(&pattern.src_pool).copied().unwrap_or(0);
-                    known = Some((ids, src_bytes, pool));
-                    (src_bytes, pool)
-                }
-            };
-            let moved = check(pattern, src_bytes, pool.bytes()).map_err(Fault::Told)?;
-            if moved > 0 && pool.is_device() {
-                let at = landing.place(flow, pattern, pool, moved);
-                ranges.push(at.map_err(Fault::Told)?, moved as usize);
-                bytes += moved;
-            } else if moved > 0 {
-                for (_, to) in Runs::new(pattern) {
-                    ranges.push(pool.base().wrapping_add(to as usize), pattern.run as usize);
-                }
-                bytes += moved;
-                on_host += moved;
-            }
-        }
+        let placed = place(job, &self.pools, batch, ranges, flow).map_err(Fault::Told)?;
+        let bytes = placed.bytes;
         let mut head = [0; HEAD_BYTES];
         stream.receive(&mut head, patience).map_err(Fault::Io)?;
         let number =
@@ -235,16 +184,15 @@ impl TcpPath {
         if status != 0 || coming != bytes {
             return Err(self.refused(stream, status, text, coming, bytes, patience));
         }
-        // SAFETY: `check` has put every destination byte inside a pool of this job, which keeps it,
-        // or it is in the buffer of a lane that `landing` has.
+        // SAFETY: `place` has put every destination byte inside a pool of this job, which keeps it,
+        // or it is in the buffer of a lane that `placed` has.
         unsafe { stream.receive_ranges(ranges, patience) }.map_err(Fault::Io)?;
         let mut trailer = [0; TRAILER_BYTES];
         stream.receive(&mut trailer, patience).map_err(Fault::Io)?;
         if u32::from_le_bytes(trailer) != 1 {
             job.lose_lease();
         }
-        job.add_moved(on_host);
-        landing.start(flow).map_err(Fault::Told)
+        placed.arrived(job, flow).map_err(Fault::Told)
     }
 
     fn refused(
@@ -264,10 +212,7 @@ impl TcpPath {
         }
         let mut bytes = vec![0; text];
         match stream.receive(&mut bytes, patience) {
-            Ok(()) => Fault::Told(Error::new(
-                Status::from_code(status).unwrap_or(Status::KVF_ERR_TRANSFER),
-                format!("the source refused: {}", String::from_utf8_lossy(&bytes)),
-            )),
+            Ok(()) => Fault::Told(refusal(status, &bytes)),
             Err(e) => Fault::Io(e),
         }
     }
@@ -276,21 +221,13 @@ impl TcpPath {
 /// What one connection was asked for and has not brought yet.
 struct Asked {
     stream: Stream,
-    /// The job's number on the connection.
-    number: u64,
+    asking: Asking,
     batches: VecDeque<Vec<Pattern>>,
-    spare: Vec<Vec<Pattern>>,
-    /// There is nothing more to ask for, and the source was told.
-    all: bool,
 }
 
 enum Fault {
     Io(io::Error),
     Told(Error),
-}
-
-fn encode(body: Body, out: &mut Vec<u8>) -> Result<()> {
-    wire::encode(&Frame { body: Some(body) }, out)
 }
 
 impl DataPath for TcpPath {

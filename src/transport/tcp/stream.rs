@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result, Status};
 use crate::runtime::{STALL_AFTER, stalled};
+use crate::transport::pieces::Ranges;
 
 /// Most ranges in one call (UIO_MAXIOV).
 const MAX_RANGES: usize = 1024;
@@ -42,48 +43,6 @@ impl Until<'_> {
             spin: Duration::ZERO,
             wake: self.wake,
             stall: Some(self.deadline.saturating_duration_since(Instant::now())),
-        }
-    }
-}
-
-/// Byte ranges of one gathered call; neighbours are merged.
-#[derive(Default)]
-pub(super) struct Ranges {
-    list: Vec<libc::iovec>,
-}
-
-impl Ranges {
-    /// Adds a range. Nothing is accessed before a call that takes the ranges.
-    pub fn push(&mut self, base: *mut u8, len: usize) {
-        let base: *mut libc::c_void = base.cast();
-        match self.list.last_mut() {
-            Some(last) if last.iov_base.addr() + last.iov_len == base.addr() => last.iov_len += len,
-            _ => self.list.push(libc::iovec {
-                iov_base: base,
-                iov_len: len,
-            }),
-        }
-    }
-
-    pub fn clear(&mut self) {
-        self.list.clear();
-    }
-
-    /// Appends the bytes of all ranges to `out`.
-    ///
-    /// # Safety
-    /// All ranges must be readable; another thread or process may write them meanwhile.
-    pub unsafe fn copy_to(&self, out: &mut Vec<u8>) {
-        for range in &self.list {
-            out.reserve(range.iov_len);
-            let end = out.len();
-            // SAFETY: readable by contract; `reserve` has made room behind the end, which nobody
-            // else has, and all of it is written before the length says so.
-            unsafe {
-                let to = out.as_mut_ptr().add(end);
-                std::ptr::copy_nonoverlapping(range.iov_base.cast::<u8>(), to, range.iov_len);
-                out.set_len(end + range.iov_len);
-            }
         }
     }
 }
@@ -374,7 +333,7 @@ impl Stream {
         patience: Patience<'_>,
     ) -> io::Result<()> {
         // SAFETY: the caller's contract.
-        unsafe { self.transfer(&mut ranges.list, patience, true) }
+        unsafe { self.transfer(ranges.as_iovecs(), patience, true) }
     }
 
     /// Fills all ranges, in order.
@@ -387,7 +346,7 @@ impl Stream {
         patience: Patience<'_>,
     ) -> io::Result<()> {
         // SAFETY: the caller's contract.
-        unsafe { self.transfer(&mut ranges.list, patience, false) }
+        unsafe { self.transfer(ranges.as_iovecs(), patience, false) }
     }
 
     /// # Safety

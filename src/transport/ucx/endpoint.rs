@@ -1,4 +1,5 @@
-//! A peer's endpoint on the progress thread: its gets wait here, are posted within a window, and end.
+//! A peer's endpoint on the progress thread: messages go out, gets wait here, are posted within a
+//! window, and end.
 
 use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
@@ -7,8 +8,9 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 
-use super::flight::{Batch, Flight, Get, Region};
+use super::am::Message;
 use super::library::Library;
+use super::rma::{Batch, Flight, Get, Region};
 use super::ucx_sys::{self as sys, ucs_status_ptr_t, ucs_status_t};
 use crate::bail;
 use crate::err;
@@ -31,12 +33,12 @@ pub struct EndpointState {
 }
 
 impl EndpointState {
-    /// Whether gets through it can still succeed.
+    /// Whether anything through it can still succeed.
     pub fn is_open(&self) -> bool {
         self.failed.load(Ordering::Acquire) == 0 && !self.closed.load(Ordering::Acquire)
     }
 
-    /// Why gets through it fail.
+    /// Why what goes through it fails.
     pub fn why_closed(&self, ucx: &Library) -> Error {
         match self.failed.load(Ordering::Acquire) {
             0 => err!(
@@ -55,14 +57,15 @@ impl EndpointState {
 /// Packed keys of a peer's ranges.
 pub type Keys = Vec<(Region, Vec<u8>)>;
 
+/// Called with the reason when an endpoint has ended.
+pub type OnClosed = Box<dyn FnOnce(&Error) + Send>;
+
 /// A peer to connect to.
 pub struct Peer {
-    pub id: u64,
     /// For people.
     pub name: String,
     pub address: Vec<u8>,
     pub keys: Keys,
-    pub state: Arc<EndpointState>,
 }
 
 /// A range of ours that UCX knows.
@@ -77,6 +80,7 @@ pub struct Endpoint {
     /// Null once it was closed.
     ep: sys::ucp_ep_h,
     name: String,
+    pub address: Vec<u8>,
     keys: BTreeMap<Region, sys::ucp_rkey_h>,
     pub state: Arc<EndpointState>,
     waiting: VecDeque<(Arc<Batch>, std::vec::IntoIter<Get>)>,
@@ -85,11 +89,18 @@ pub struct Endpoint {
     pub posted: Arc<AtomicUsize>,
     /// What the forced close is waited for with.
     closing: ucs_status_ptr_t,
+    closed: Option<OnClosed>,
 }
 
 impl Endpoint {
     /// Connects; nothing is sent before the first get. The keys are for [`Self::unpack`].
-    pub fn open(ucx: &Library, worker: sys::ucp_worker_h, peer: Peer) -> Result<(Self, Keys)> {
+    pub fn open(
+        ucx: &Library,
+        worker: sys::ucp_worker_h,
+        peer: Peer,
+        closed: OnClosed,
+    ) -> Result<(Self, Keys)> {
+        let state = Arc::<EndpointState>::default();
         // SAFETY: every field may be zero.
         let mut params: sys::ucp_ep_params_t = unsafe { std::mem::zeroed() };
         params.field_mask = u64::from(
@@ -102,16 +113,18 @@ impl Endpoint {
         params.err_mode = sys::UCP_ERR_HANDLING_MODE_PEER;
         params.err_handler.cb = Some(endpoint_failed);
         // The endpoint below keeps it until UCX has closed its own.
-        params.err_handler.arg = Arc::as_ptr(&peer.state).cast_mut().cast();
+        params.err_handler.arg = Arc::as_ptr(&state).cast_mut().cast();
         let mut endpoint = Endpoint {
             ep: null_mut(),
             name: peer.name,
+            address: peer.address,
             keys: BTreeMap::new(),
-            state: peer.state,
+            state,
             waiting: VecDeque::new(),
             live: Vec::new(),
             posted: Arc::default(),
             closing: null_mut(),
+            closed: Some(closed),
         };
         // SAFETY: the worker is open, the mask says which fields are there.
         let status = unsafe { ucx.ucp_ep_create(worker, &raw const params, &raw mut endpoint.ep) };
@@ -134,6 +147,26 @@ impl Endpoint {
             self.keys.insert(region, key);
         }
         Ok(())
+    }
+
+    /// Sends a message, in order with the others.
+    pub fn send(&mut self, ucx: &'static Library, message: Box<Message>) {
+        if self.ep.is_null() {
+            return message.over();
+        }
+        // SAFETY: the endpoint is open.
+        if let Err(status) = unsafe { message.post(ucx, self.ep, &self.posted) } {
+            // The rest would come out of order; it is closed in the next `tidy`.
+            self.state
+                .failed
+                .store(i32::from(status), Ordering::Release);
+        }
+    }
+
+    fn tell_closed(&mut self, why: &Error) {
+        if let Some(closed) = self.closed.take() {
+            closed(why);
+        }
     }
 
     /// Takes gets on.
@@ -183,6 +216,7 @@ impl Endpoint {
     /// UCX is gone: whatever is left has ended.
     pub fn abandon(&mut self, why: &Error) {
         self.state.closed.store(true, Ordering::Release);
+        self.tell_closed(why);
         self.drop_waiting(why);
         for batch in self.live.drain(..) {
             batch.flight.fail(why.clone());
@@ -275,6 +309,7 @@ impl Endpoint {
     pub fn close(&mut self, ucx: &Library) {
         self.state.closed.store(true, Ordering::Release);
         let why = self.state.why_closed(ucx);
+        self.tell_closed(&why);
         self.drop_waiting(&why);
         if self.ep.is_null() {
             return;

@@ -2,15 +2,16 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::am::{self, Accept, Incoming, Message};
 use super::endpoint::{EndpointState, Peer, check_lengths};
-use super::flight::{Flight, Get, Region};
 use super::library::Library;
 use super::progress::{Order, Progress, Queue, Range, refuse};
+use super::rma::{Flight, Get, Region};
+use super::ucx_sys as sys;
 use crate::bail;
 use crate::error::{Error, Result, Status};
 use crate::memory::{LeaseTable, Pool};
@@ -23,12 +24,13 @@ pub struct Config {
     pub name: String,
     /// CPUs of the thread; empty = inherited.
     pub affinity: Vec<u32>,
-    /// UCX was asked for by name, and may use what it likes but shared memory; else only cards that
-    /// read memory by themselves, and it opens no sockets.
-    pub forced: bool,
+    /// Also gets. Without them nobody can ask UCX to read our memory.
+    pub gets: bool,
+    /// `UCX_TLS`, unless the environment has one.
+    pub lanes: &'static str,
     /// UCX listens on the loopback interface only, as the agent does.
     pub loopback: bool,
-    /// How long the thread looks at UCX before it sleeps, while gets are on their way.
+    /// How long the thread looks at UCX before it sleeps, while something is on its way.
     pub spin: Duration,
     /// Longest wait for the thread's answers.
     pub patience: Duration,
@@ -42,26 +44,38 @@ pub struct Engine {
     address: Vec<u8>,
     /// What was registered, with its packed key.
     keys: Mutex<BTreeMap<Region, Vec<u8>>>,
-    next_endpoint: AtomicU64,
+    incoming: Arc<Incoming>,
+    gets: bool,
     patience: Duration,
 }
 
 impl Engine {
-    /// Loads UCX and starts the thread. `on_panic` hears of a panic there.
+    /// Loads UCX and starts the thread. `accept` lets readers in; `on_panic` hears of a panic there.
     ///
     /// # Errors
     /// `KVF_ERR_UNSUPPORTED` without a usable UCX, `KVF_ERR_SYSTEM` without a thread.
-    pub fn start(config: Config, on_panic: impl Fn() + Send + 'static) -> Result<Arc<Self>> {
+    pub fn start(
+        config: Config,
+        accept: Box<dyn Accept>,
+        on_panic: impl Fn() + Send + 'static,
+    ) -> Result<Arc<Self>> {
         let queue = Queue::new().map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "eventfd", &e))?;
         let queue = Arc::new(queue);
         let (reply, answer) = sync_channel(1);
         let (own, spin) = (queue.clone(), config.spin);
-        let options = options(&config);
+        let incoming = Arc::new(Incoming::new(accept));
+        let features = match config.gets {
+            true => sys::UCP_FEATURE_AM | sys::UCP_FEATURE_RMA,
+            false => sys::UCP_FEATURE_AM,
+        };
+        let (gets, came) = (config.gets, incoming.clone());
         // Also opens the library: on a thread that blocks all signals, as the threads that UCX may
         // start inherit.
+        let (lanes, loopback) = (config.lanes, config.loopback);
         let thread = spawn(config.name, &config.affinity, move || {
             let begun = Library::get().and_then(|ucx| {
-                let (progress, address) = Progress::new(ucx, &options, own, spin)?;
+                let options = options(ucx, lanes, loopback);
+                let (progress, address) = Progress::new(ucx, features, &options, own, came, spin)?;
                 Ok((ucx, progress, address))
             });
             let mut progress = match begun {
@@ -96,7 +110,8 @@ impl Engine {
             thread: Mutex::new(Some(thread)),
             address,
             keys: Mutex::default(),
-            next_endpoint: AtomicU64::new(1),
+            incoming,
+            gets,
             patience: config.patience,
         }))
     }
@@ -109,6 +124,11 @@ impl Engine {
     /// As in `1.13.1`.
     pub fn version(&self) -> &str {
         self.ucx.version()
+    }
+
+    /// Whether gets are possible.
+    pub fn has_gets(&self) -> bool {
+        self.gets
     }
 
     /// Where peers connect to.
@@ -197,19 +217,14 @@ impl Engine {
         keys: Vec<(Region, Vec<u8>)>,
     ) -> Result<(u64, Arc<EndpointState>)> {
         check_lengths(&address, &keys)?;
-        let id = self.next_endpoint.fetch_add(1, Ordering::Relaxed);
-        let state = Arc::<EndpointState>::default();
         let peer = Peer {
-            id,
             name,
             address,
             keys,
-            state: state.clone(),
         };
         let (reply, answer) = sync_channel(1);
         self.order(Order::Connect(peer, reply))?;
-        self.answer(&answer)?;
-        Ok((id, state))
+        self.answer(&answer)
     }
 
     /// Hands gets over; their end is told by the flight.
@@ -229,6 +244,18 @@ impl Engine {
             bail!(KVF_ERR_TRANSFER, "ucx has been shut down");
         }
         Ok(())
+    }
+
+    /// Sends a message; if it cannot be sent, the endpoint fails.
+    ///
+    /// # Errors
+    /// `KVF_ERR_TRANSFER`: the endpoint has failed, or the engine has ended.
+    pub(super) fn send(&self, endpoint: u64, message: Box<Message>) -> Result<()> {
+        self.order(Order::Send(endpoint, message))
+    }
+
+    pub(super) fn incoming(&self) -> &Arc<Incoming> {
+        &self.incoming
     }
 
     /// A flight was stopped: its gets that UCX does not have are dropped.
@@ -261,7 +288,8 @@ impl Engine {
     }
 
     fn order(&self, order: Order) -> Result<()> {
-        if self.queue.push(order).is_some() {
+        if let Some(order) = self.queue.push(order) {
+            refuse(order);
             bail!(KVF_ERR_TRANSFER, "ucx has been shut down");
         }
         Ok(())
@@ -296,7 +324,11 @@ impl std::fmt::Debug for Engine {
 }
 
 /// Options that kvferry sets; what the environment names stays as it is.
-fn options(config: &Config) -> Vec<(&'static str, &'static str)> {
+fn options(
+    ucx: &Library,
+    lanes: &'static str,
+    loopback: bool,
+) -> Vec<(&'static str, &'static str)> {
     let unset = |name: &str| std::env::var_os(name).is_none();
     let mut options = vec![
         // kvferry registers what it uses, for good; a cache would watch all of the engine's memory.
@@ -304,10 +336,12 @@ fn options(config: &Config) -> Vec<(&'static str, &'static str)> {
         ("MEMTYPE_CACHE", "n"),
     ];
     if unset("UCX_TLS") {
-        // Shared memory is `shm`'s, whose peers' deaths and files kvferry looks after itself.
-        options.push(("TLS", if config.forced { "^mm" } else { "ib" }));
+        options.push(("TLS", lanes));
     }
-    if config.loopback && unset("UCX_NET_DEVICES") {
+    if unset("UCX_TCP_TX_SEG_SIZE") && unset("UCX_TCP_RX_SEG_SIZE") {
+        options.extend(ucx.tcp_segments().map(|name| (name, am::SEGMENT)));
+    }
+    if loopback && unset("UCX_NET_DEVICES") {
         options.push(("NET_DEVICES", "lo"));
     }
     options
@@ -332,7 +366,7 @@ pub fn hardware_rma() -> Result<()> {
     }
     let ucx = Library::get()?;
     // UCX 1.13 has no call that lists transports; a context with these alone is made or is not.
-    match ucx.context(&[("TLS", "rc,dc")]) {
+    match ucx.context(sys::UCP_FEATURE_RMA, &[("TLS", "rc,dc")]) {
         Ok(context) => {
             // SAFETY: just made, and not used.
             unsafe { ucx.ucp_cleanup(context) };

@@ -103,6 +103,15 @@ impl Library {
         }
     }
 
+    /// Options for the sizes of TCP's segments.
+    pub fn tcp_segments(&self) -> [&'static str; 2] {
+        // 1.13 looks for a transport's options without the transport's name.
+        match self.version.starts_with("1.13.") {
+            true => ["TX_SEG_SIZE", "RX_SEG_SIZE"],
+            false => ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"],
+        }
+    }
+
     /// UCX's words for a status.
     pub fn text(&self, status: ucs_status_t) -> String {
         // SAFETY: the call takes any number and returns a string that lives for ever.
@@ -121,12 +130,16 @@ impl Library {
         Ok(())
     }
 
-    /// A context with these options, on top of UCX's configuration; one that this version does not
+    /// A context with these features, to be waited for, and these options, on top of UCX's configuration; one that this version does not
     /// know is left out.
     ///
     /// # Errors
     /// `KVF_ERR_UNSUPPORTED` with UCX's text.
-    pub fn context(&self, options: &[(&str, &str)]) -> Result<sys::ucp_context_h> {
+    pub fn context(
+        &self,
+        features: sys::ucp_feature,
+        options: &[(&str, &str)],
+    ) -> Result<sys::ucp_context_h> {
         let unsupported = |mut e: Error| {
             e.status = Status::KVF_ERR_UNSUPPORTED;
             e
@@ -151,7 +164,7 @@ impl Library {
         // SAFETY: every field may be zero.
         let mut params: sys::ucp_params_t = unsafe { std::mem::zeroed() };
         params.field_mask = u64::from(sys::UCP_PARAM_FIELD_FEATURES);
-        params.features = u64::from(sys::UCP_FEATURE_RMA | sys::UCP_FEATURE_WAKEUP);
+        params.features = u64::from(features | sys::UCP_FEATURE_WAKEUP);
         let mut context = std::ptr::null_mut();
         let (major, minor) = OLDEST;
         // SAFETY: the mask says which fields are there; the configuration is released afterwards.
@@ -218,6 +231,7 @@ fn check(ucp: &Ucp, name: &str) -> Result<String> {
         ucp_worker_get_address ucp_worker_release_address
         ucp_mem_map ucp_mem_unmap ucp_rkey_pack ucp_rkey_buffer_release ucp_rkey_destroy
         ucp_ep_create ucp_ep_close_nbx ucp_ep_rkey_unpack
+        ucp_worker_set_am_recv_handler ucp_am_send_nbx
         ucp_get_nbx ucp_request_free ucp_request_check_status ucs_status_string
     );
     if let Some(missing) = missing {

@@ -1,21 +1,22 @@
-//! Bytes through UCX: `ucp_get` out of the peer's registered memory.
+//! Bytes through UCX: messages, or gets where a card reads the peer's memory by itself.
 //!
 //! [`Library`] is libucp, opened when it is first needed. `ucx_sys` holds the declarations of its
 //! calls, made by `scripts/ucx-bindings`.
 
+mod am;
 mod endpoint;
 mod engine;
-mod flight;
 mod library;
-mod path;
 mod progress;
+mod rma;
 mod signals;
 mod ucx_sys;
+mod workers;
 
+pub use am::{Accept, Connection, MessagePath, MessageSource};
 pub use engine::{Config, Engine, hardware_rma, has_card};
-pub use flight::Region;
 pub use library::{LIBRARY_VARIABLE, Library};
-pub use path::{Source, UcxPath};
+pub use rma::{Region, Source, UcxPath};
 
 #[cfg(test)]
 #[cfg(not(miri))]

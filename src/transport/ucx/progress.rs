@@ -1,24 +1,26 @@
 //! The progress thread: alone it calls UCX, whose objects may not be used by two threads at once.
 //!
-//! It sleeps until UCX's descriptor or the bell of the order queue is readable. As a source it must
-//! run too: without a card that reads memory by itself, UCX answers a peer's gets here.
+//! It sleeps until UCX's descriptor or the bell of the order queue is readable. What comes in is handed
+//! on from UCX's callbacks ([`Incoming`]).
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, BorrowedFd, RawFd};
+use std::os::fd::AsFd;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::endpoint::{Endpoint, Peer, Registered};
-use super::flight::{Flight, Get, Region};
-use super::library::{Library, set_up};
+use super::am::{Connection, Hello, Incoming, Message};
+use super::endpoint::{Endpoint, EndpointState, Peer, Registered, check_lengths};
+use super::library::Library;
+use super::rma::{Flight, Get, Region};
 use super::ucx_sys as sys;
-use crate::error::Result;
+use super::workers::Workers;
+use crate::err;
+use crate::error::{Error, Result};
 use crate::runtime::{Bell, wait_readable};
-use crate::{err, observe};
 
 /// How long the end of the thread waits for the gets of endpoints that it has closed.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -36,8 +38,12 @@ pub enum Order {
     /// Answers with the packed key.
     Register(Range, SyncSender<Result<Vec<u8>>>),
     Unregister(Region, Box<dyn FnOnce() + Send>),
-    Connect(Peer, SyncSender<Result<()>>),
+    /// Answers with the endpoint's number and state; without keys, with those of an endpoint that there is.
+    Connect(Peer, SyncSender<Result<(u64, Arc<EndpointState>)>>),
     Read(u64, Arc<Flight>, Vec<Get>),
+    Send(u64, Box<Message>),
+    /// A reader is served no more.
+    Disconnect(Arc<Connection>),
     /// Flights were stopped: look at all of them.
     Sweep,
     /// Force-closes an endpoint: its gets end with errors, and it takes no more.
@@ -79,9 +85,12 @@ impl Queue {
         if orders.closed {
             return Some(order);
         }
+        let first = orders.list.is_empty();
         orders.list.push(order);
         drop(orders);
-        self.bell.ring();
+        if first {
+            self.bell.ring(); // for the others it has rung
+        }
         None
     }
 
@@ -93,10 +102,10 @@ impl Queue {
 /// The thread's own.
 pub struct Progress {
     ucx: &'static Library,
-    context: sys::ucp_context_h,
-    worker: sys::ucp_worker_h,
-    efd: RawFd,
+    workers: Workers,
     queue: Arc<Queue>,
+    incoming: Arc<Incoming>,
+    last_endpoint: u64,
     spin: Duration,
     memory: BTreeMap<Region, Registered>,
     endpoints: BTreeMap<u64, Endpoint>,
@@ -108,51 +117,27 @@ impl Progress {
     /// UCX's context and worker, on the calling thread; the worker's address.
     pub fn new(
         ucx: &'static Library,
+        features: sys::ucp_feature,
         options: &[(&str, &str)],
         queue: Arc<Queue>,
+        incoming: Arc<Incoming>,
         spin: Duration,
     ) -> Result<(Self, Vec<u8>)> {
-        let context = ucx.context(options)?;
-        let mut progress = Self {
+        let workers = Workers::new(ucx, ucx.context(features, options)?)?;
+        incoming.listen(ucx, workers.inward)?;
+        let address = workers.address()?;
+        let progress = Self {
             ucx,
-            context,
-            worker: null_mut(),
-            efd: -1,
+            workers,
             queue,
+            incoming,
+            last_endpoint: 0,
             spin,
             memory: BTreeMap::new(),
             endpoints: BTreeMap::new(),
             at_end: Vec::new(),
         };
-        // What was made so far is undone by Drop.
-        let address = progress.open()?;
         Ok((progress, address))
-    }
-
-    fn open(&mut self) -> Result<Vec<u8>> {
-        let ucx = self.ucx;
-        // SAFETY: every field may be zero.
-        let mut params: sys::ucp_worker_params_t = unsafe { std::mem::zeroed() };
-        params.field_mask = u64::from(sys::UCP_WORKER_PARAM_FIELD_THREAD_MODE);
-        params.thread_mode = sys::UCS_THREAD_MODE_SINGLE;
-        let status = {
-            let _handlers = set_up();
-            // SAFETY: the context is open, the mask says which fields are there.
-            unsafe { ucx.ucp_worker_create(self.context, &raw const params, &raw mut self.worker) }
-        };
-        ucx.check(status, "ucp_worker_create")?;
-        // SAFETY: the worker is open; the descriptor stays UCX's.
-        let status = unsafe { ucx.ucp_worker_get_efd(self.worker, &raw mut self.efd) };
-        ucx.check(status, "ucp_worker_get_efd")?;
-        let (mut address, mut len) = (null_mut(), 0);
-        // SAFETY: the worker is open; the buffer is copied and given back.
-        unsafe {
-            let status = ucx.ucp_worker_get_address(self.worker, &raw mut address, &raw mut len);
-            ucx.check(status, "ucp_worker_get_address")?;
-            let bytes = std::slice::from_raw_parts(address.cast::<u8>(), len).to_vec();
-            ucx.ucp_worker_release_address(self.worker, address);
-            Ok(bytes)
-        }
     }
 
     /// Runs until the order to end.
@@ -161,16 +146,17 @@ impl Progress {
         while !self.take_orders() {
             let mut moved = self.post();
             for _ in 0..16 {
-                // SAFETY: the worker is open and only this thread uses it.
-                if unsafe { self.ucx.ucp_worker_progress(self.worker) } == 0 {
+                if !self.workers.progress() {
                     break;
                 }
                 moved = true;
             }
+            self.greet();
             self.tidy();
             if moved {
                 busy_since = Instant::now();
-            } else if !self.spin.is_zero() && self.has_gets() && busy_since.elapsed() < self.spin {
+            } else if !self.spin.is_zero() && self.is_awaiting() && busy_since.elapsed() < self.spin
+            {
                 std::hint::spin_loop();
             } else if !self.sleep() {
                 return;
@@ -180,22 +166,42 @@ impl Progress {
 
     /// Until UCX or the bell has something; false: UCX cannot be waited for any more.
     fn sleep(&self) -> bool {
-        // SAFETY: the worker is open and only this thread uses it.
-        match unsafe { self.ucx.ucp_worker_arm(self.worker) } {
+        match self.workers.arm() {
             sys::UCS_OK => {}
             sys::UCS_ERR_BUSY => return true,
             _ => return false,
         }
-        // SAFETY: UCX keeps its descriptor open as long as the worker, which outlives this call.
-        let ucx = unsafe { BorrowedFd::borrow_raw(self.efd) };
-        let waited = wait_readable([Some(ucx), Some(self.queue.bell.as_fd())], None);
+        let waited = wait_readable(
+            [Some(self.workers.as_fd()), Some(self.queue.bell.as_fd())],
+            None,
+        );
         self.queue.bell.clear();
         waited.is_ok()
     }
 
-    fn has_gets(&self) -> bool {
+    fn is_awaiting(&self) -> bool {
         let posted = |e: &Endpoint| e.posted.load(Ordering::Relaxed) > 0;
-        self.endpoints.values().any(posted)
+        self.incoming.is_awaiting() || self.endpoints.values().any(posted)
+    }
+
+    /// Lets readers in whose hellos have come.
+    fn greet(&mut self) {
+        for hello in self.incoming.take_hellos() {
+            // Who is not let in hears nothing; the agent counts him.
+            let _ = self.let_in(hello);
+        }
+    }
+
+    fn let_in(&mut self, hello: Hello) -> Result<()> {
+        check_lengths(&hello.address, &[])?;
+        let peer = Peer {
+            name: self.incoming.admits(&hello)?,
+            address: hello.address.clone(),
+            keys: Vec::new(),
+        };
+        let (endpoint, _) = self.connect(peer)?;
+        let connection = Connection::new(&hello, endpoint, self.queue.clone());
+        self.incoming.connect(&Arc::new(connection))
     }
 
     /// True: the thread is to end.
@@ -215,6 +221,11 @@ impl Progress {
                     let _ = reply.send(self.connect(peer));
                 }
                 Order::Read(id, flight, gets) => self.read(id, &flight, gets),
+                Order::Send(id, message) => match self.endpoints.get_mut(&id) {
+                    Some(endpoint) => endpoint.send(self.ucx, message),
+                    None => message.over(),
+                },
+                Order::Disconnect(connection) => self.incoming.disconnect(&connection),
                 Order::Sweep => self.endpoints.values_mut().for_each(Endpoint::sweep),
                 Order::Close(id) => self.close(id),
                 Order::End(done) => {
@@ -250,17 +261,17 @@ impl Progress {
         // SAFETY: the range is mapped, and its owner is kept until it is unregistered.
         let status = unsafe {
             self.ucx
-                .ucp_mem_map(self.context, &raw const params, &raw mut memh)
+                .ucp_mem_map(self.workers.context, &raw const params, &raw mut memh)
         };
         self.ucx.check(status, what())?;
         let (mut buffer, mut len) = (null_mut(), 0);
         // SAFETY: just registered; the buffer is copied and given back.
         let packed = unsafe {
-            let status = self
-                .ucx
-                .ucp_rkey_pack(self.context, memh, &raw mut buffer, &raw mut len);
+            let status =
+                self.ucx
+                    .ucp_rkey_pack(self.workers.context, memh, &raw mut buffer, &raw mut len);
             if let Err(e) = self.ucx.check(status, what()) {
-                self.ucx.ucp_mem_unmap(self.context, memh);
+                self.ucx.ucp_mem_unmap(self.workers.context, memh);
                 return Err(e);
             }
             let packed = std::slice::from_raw_parts(buffer.cast::<u8>(), len).to_vec();
@@ -279,19 +290,33 @@ impl Progress {
     fn unregister(&mut self, region: Region) {
         if let Some(known) = self.memory.remove(&region) {
             // SAFETY: registered above; no get of ours uses it, since its pool has no users.
-            unsafe { self.ucx.ucp_mem_unmap(self.context, known.memh) };
+            unsafe { self.ucx.ucp_mem_unmap(self.workers.context, known.memh) };
         }
     }
 
-    fn connect(&mut self, peer: Peer) -> Result<()> {
-        let id = peer.id;
-        let (mut endpoint, keys) = Endpoint::open(self.ucx, self.worker, peer)?;
+    /// Without keys, by the endpoint that there is to the address: UCX may reset a connection that is made
+    /// while an earlier one to the same worker ends. So these stay until they fail.
+    fn connect(&mut self, peer: Peer) -> Result<(u64, Arc<EndpointState>)> {
+        let known = self.endpoints.iter().find(|(_, endpoint)| {
+            peer.keys.is_empty() && endpoint.state.is_open() && endpoint.address == peer.address
+        });
+        if let Some((id, endpoint)) = known {
+            return Ok((*id, endpoint.state.clone()));
+        }
+        self.last_endpoint += 1;
+        let id = self.last_endpoint;
+        let incoming = self.incoming.clone();
+        let closed = Box::new(move |e: &Error| incoming.endpoint_closed(id, e));
+        let outward = self.workers.outward;
+        let (mut endpoint, keys) = Endpoint::open(self.ucx, outward, peer, closed)?;
+        let state = endpoint.state.clone();
         let unpacked = endpoint.unpack(self.ucx, keys);
         self.endpoints.insert(id, endpoint);
-        if unpacked.is_err() {
+        if let Err(e) = unpacked {
             self.close(id);
+            return Err(e);
         }
-        unpacked
+        Ok((id, state))
     }
 
     fn read(&mut self, id: u64, flight: &Arc<Flight>, gets: Vec<Get>) {
@@ -335,8 +360,7 @@ impl Progress {
         ids.into_iter().for_each(|id| self.close(id));
         let until = Instant::now() + LAST_WORDS;
         while !self.endpoints.is_empty() && Instant::now() < until {
-            // SAFETY: the worker is open and only this thread uses it.
-            if unsafe { self.ucx.ucp_worker_progress(self.worker) } == 0 {
+            if !self.workers.progress() {
                 std::thread::yield_now();
             }
             self.tidy();
@@ -344,13 +368,14 @@ impl Progress {
         for region in self.memory.keys().copied().collect::<Vec<_>>() {
             self.unregister(region);
         }
-        self.destroy();
+        self.workers.destroy();
         // Without a worker nobody can end these any more, nor write their memory.
         let why = err!(KVF_ERR_TRANSFER, "ucx has been shut down");
         self.endpoints
             .values_mut()
             .for_each(|endpoint| endpoint.abandon(&why));
         self.endpoints.clear();
+        self.incoming.end(&why);
         let left = {
             let mut orders = self.queue.lock();
             orders.closed = true;
@@ -359,35 +384,18 @@ impl Progress {
         left.into_iter().for_each(refuse);
         self.at_end.drain(..).for_each(|done| done());
     }
-
-    fn destroy(&mut self) {
-        // SAFETY: both are open or null, and nothing uses them afterwards.
-        unsafe {
-            if !self.worker.is_null() {
-                self.ucx.ucp_worker_destroy(self.worker);
-                self.worker = null_mut();
-            }
-            if !self.context.is_null() {
-                self.ucx.ucp_cleanup(self.context);
-                self.context = null_mut();
-            }
-        }
-    }
-}
-
-impl Drop for Progress {
-    fn drop(&mut self) {
-        if !observe::marks::forked() {
-            self.destroy();
-        }
-    }
 }
 
 /// An order that comes after the end.
 pub fn refuse(order: Order) {
     match order {
         // Dropping the sender tells who waits.
-        Order::Register(..) | Order::Connect(..) | Order::Sweep | Order::Close(_) => {}
+        Order::Register(..)
+        | Order::Connect(..)
+        | Order::Sweep
+        | Order::Disconnect(..)
+        | Order::Close(_) => {}
+        Order::Send(_, message) => message.over(),
         Order::Unregister(_, done) => done(),
         Order::End(done) => {
             if let Some(done) = done {

@@ -74,6 +74,7 @@ const _: () = {
 };
 pub type ucs_sock_addr_t = ucs_sock_addr;
 pub type ucp_tag_recv_info_t = ucp_tag_recv_info;
+pub type ucp_am_recv_param_t = ucp_am_recv_param;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct ucp_context {
@@ -179,6 +180,16 @@ pub type ucp_am_recv_data_nbx_callback_t = ::std::option::Option<
         length: usize,
         user_data: *mut ::std::os::raw::c_void,
     ),
+>;
+pub type ucp_am_recv_callback_t = ::std::option::Option<
+    unsafe extern "C" fn(
+        arg: *mut ::std::os::raw::c_void,
+        header: *const ::std::os::raw::c_void,
+        header_length: usize,
+        data: *mut ::std::os::raw::c_void,
+        length: usize,
+        param: *const ucp_am_recv_param_t,
+    ) -> ucs_status_t,
 >;
 #[repr(C)]
 pub struct ucp_ep_params {
@@ -287,6 +298,11 @@ pub const UCP_MEM_MAP_PROT_LOCAL_WRITE: _bindgen_ty_5 = 2;
 pub const UCP_MEM_MAP_PROT_REMOTE_READ: _bindgen_ty_5 = 256;
 pub const UCP_MEM_MAP_PROT_REMOTE_WRITE: _bindgen_ty_5 = 512;
 pub type _bindgen_ty_5 = ::std::os::raw::c_uint;
+pub const UCP_AM_SEND_FLAG_REPLY: ucp_send_am_flags = 1;
+pub const UCP_AM_SEND_FLAG_EAGER: ucp_send_am_flags = 2;
+pub const UCP_AM_SEND_FLAG_RNDV: ucp_send_am_flags = 4;
+pub const UCP_AM_SEND_REPLY: ucp_send_am_flags = 1;
+pub type ucp_send_am_flags = ::std::os::raw::c_uint;
 pub const UCP_OP_ATTR_FIELD_REQUEST: ucp_op_attr_t = 1;
 pub const UCP_OP_ATTR_FIELD_CALLBACK: ucp_op_attr_t = 2;
 pub const UCP_OP_ATTR_FIELD_USER_DATA: ucp_op_attr_t = 4;
@@ -301,6 +317,15 @@ pub const UCP_OP_ATTR_FLAG_FAST_CMPL: ucp_op_attr_t = 131072;
 pub const UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL: ucp_op_attr_t = 262144;
 pub const UCP_OP_ATTR_FLAG_MULTI_SEND: ucp_op_attr_t = 524288;
 pub type ucp_op_attr_t = ::std::os::raw::c_uint;
+pub const UCP_AM_RECV_ATTR_FIELD_REPLY_EP: ucp_am_recv_attr_t = 1;
+pub const UCP_AM_RECV_ATTR_FLAG_DATA: ucp_am_recv_attr_t = 65536;
+pub const UCP_AM_RECV_ATTR_FLAG_RNDV: ucp_am_recv_attr_t = 131072;
+pub type ucp_am_recv_attr_t = ::std::os::raw::c_uint;
+pub const UCP_AM_HANDLER_PARAM_FIELD_ID: ucp_am_handler_param_field = 1;
+pub const UCP_AM_HANDLER_PARAM_FIELD_FLAGS: ucp_am_handler_param_field = 2;
+pub const UCP_AM_HANDLER_PARAM_FIELD_CB: ucp_am_handler_param_field = 4;
+pub const UCP_AM_HANDLER_PARAM_FIELD_ARG: ucp_am_handler_param_field = 8;
+pub type ucp_am_handler_param_field = ::std::os::raw::c_uint;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct ucp_params {
@@ -502,6 +527,46 @@ const _: () = {
     ["Offset of field: ucp_request_param_t::memh"]
         [::std::mem::offset_of!(ucp_request_param_t, memh) - 64usize];
 };
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ucp_am_handler_param {
+    pub field_mask: u64,
+    pub id: ::std::os::raw::c_uint,
+    pub flags: u32,
+    pub cb: ucp_am_recv_callback_t,
+    pub arg: *mut ::std::os::raw::c_void,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of ucp_am_handler_param"][::std::mem::size_of::<ucp_am_handler_param>() - 32usize];
+    ["Alignment of ucp_am_handler_param"][::std::mem::align_of::<ucp_am_handler_param>() - 8usize];
+    ["Offset of field: ucp_am_handler_param::field_mask"]
+        [::std::mem::offset_of!(ucp_am_handler_param, field_mask) - 0usize];
+    ["Offset of field: ucp_am_handler_param::id"]
+        [::std::mem::offset_of!(ucp_am_handler_param, id) - 8usize];
+    ["Offset of field: ucp_am_handler_param::flags"]
+        [::std::mem::offset_of!(ucp_am_handler_param, flags) - 12usize];
+    ["Offset of field: ucp_am_handler_param::cb"]
+        [::std::mem::offset_of!(ucp_am_handler_param, cb) - 16usize];
+    ["Offset of field: ucp_am_handler_param::arg"]
+        [::std::mem::offset_of!(ucp_am_handler_param, arg) - 24usize];
+};
+pub type ucp_am_handler_param_t = ucp_am_handler_param;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ucp_am_recv_param {
+    pub recv_attr: u64,
+    pub reply_ep: ucp_ep_h,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of ucp_am_recv_param"][::std::mem::size_of::<ucp_am_recv_param>() - 16usize];
+    ["Alignment of ucp_am_recv_param"][::std::mem::align_of::<ucp_am_recv_param>() - 8usize];
+    ["Offset of field: ucp_am_recv_param::recv_attr"]
+        [::std::mem::offset_of!(ucp_am_recv_param, recv_attr) - 0usize];
+    ["Offset of field: ucp_am_recv_param::reply_ep"]
+        [::std::mem::offset_of!(ucp_am_recv_param, reply_ep) - 8usize];
+};
 pub struct Ucp {
     __library: ::libloading::Library,
     pub ucs_status_string: Result<
@@ -622,6 +687,25 @@ pub struct Ucp {
         ::libloading::Error,
     >,
     pub ucp_rkey_destroy: Result<unsafe extern "C" fn(rkey: ucp_rkey_h), ::libloading::Error>,
+    pub ucp_worker_set_am_recv_handler: Result<
+        unsafe extern "C" fn(
+            worker: ucp_worker_h,
+            param: *const ucp_am_handler_param_t,
+        ) -> ucs_status_t,
+        ::libloading::Error,
+    >,
+    pub ucp_am_send_nbx: Result<
+        unsafe extern "C" fn(
+            ep: ucp_ep_h,
+            id: ::std::os::raw::c_uint,
+            header: *const ::std::os::raw::c_void,
+            header_length: usize,
+            buffer: *const ::std::os::raw::c_void,
+            count: usize,
+            param: *const ucp_request_param_t,
+        ) -> ucs_status_ptr_t,
+        ::libloading::Error,
+    >,
     pub ucp_get_nbx: Result<
         unsafe extern "C" fn(
             ep: ucp_ep_h,
@@ -681,6 +765,9 @@ impl Ucp {
             unsafe { __library.get(b"ucp_rkey_buffer_release\0") }.map(|sym| *sym);
         let ucp_ep_rkey_unpack = unsafe { __library.get(b"ucp_ep_rkey_unpack\0") }.map(|sym| *sym);
         let ucp_rkey_destroy = unsafe { __library.get(b"ucp_rkey_destroy\0") }.map(|sym| *sym);
+        let ucp_worker_set_am_recv_handler =
+            unsafe { __library.get(b"ucp_worker_set_am_recv_handler\0") }.map(|sym| *sym);
+        let ucp_am_send_nbx = unsafe { __library.get(b"ucp_am_send_nbx\0") }.map(|sym| *sym);
         let ucp_get_nbx = unsafe { __library.get(b"ucp_get_nbx\0") }.map(|sym| *sym);
         let ucp_request_check_status =
             unsafe { __library.get(b"ucp_request_check_status\0") }.map(|sym| *sym);
@@ -710,6 +797,8 @@ impl Ucp {
             ucp_rkey_buffer_release,
             ucp_ep_rkey_unpack,
             ucp_rkey_destroy,
+            ucp_worker_set_am_recv_handler,
+            ucp_am_send_nbx,
             ucp_get_nbx,
             ucp_request_check_status,
             ucp_request_free,
@@ -976,6 +1065,43 @@ impl Ucp {
                 .ucp_rkey_destroy
                 .as_ref()
                 .expect("Expected function, got error."))(rkey)
+        }
+    }
+    pub unsafe fn ucp_worker_set_am_recv_handler(
+        &self,
+        worker: ucp_worker_h,
+        param: *const ucp_am_handler_param_t,
+    ) -> ucs_status_t {
+        unsafe {
+            (self
+                .ucp_worker_set_am_recv_handler
+                .as_ref()
+                .expect("Expected function, got error."))(worker, param)
+        }
+    }
+    pub unsafe fn ucp_am_send_nbx(
+        &self,
+        ep: ucp_ep_h,
+        id: ::std::os::raw::c_uint,
+        header: *const ::std::os::raw::c_void,
+        header_length: usize,
+        buffer: *const ::std::os::raw::c_void,
+        count: usize,
+        param: *const ucp_request_param_t,
+    ) -> ucs_status_ptr_t {
+        unsafe {
+            (self
+                .ucp_am_send_nbx
+                .as_ref()
+                .expect("Expected function, got error."))(
+                ep,
+                id,
+                header,
+                header_length,
+                buffer,
+                count,
+                param,
+            )
         }
     }
     pub unsafe fn ucp_get_nbx(

@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::library::Library;
 use crate::error::{Error, Result, Status};
 use crate::observe::fault;
 use crate::runtime::{Bell, wait_readable};
+use crate::transport::ucx::library::Library;
 
 /// A registered range of an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

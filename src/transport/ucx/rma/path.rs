@@ -1,4 +1,4 @@
-//! Reading one peer through UCX.
+//! Reading one peer by gets.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,13 +6,13 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::endpoint::EndpointState;
-use super::engine::Engine;
 use super::flight::{Flight, Get, LANDING_WORDS, Region};
 use crate::error::Result;
 use crate::memory::{LEASE_HEAD_BYTES, NONCE_BYTES};
 use crate::plan::Pattern;
 use crate::transport::span::{self, Runs};
+use crate::transport::ucx::endpoint::EndpointState;
+use crate::transport::ucx::engine::Engine;
 use crate::transport::{DataPath, LeaseRef, ReadJob};
 use crate::{bail, err};
 

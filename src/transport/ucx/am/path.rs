@@ -1,0 +1,301 @@
+//! Reading one peer by asking it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::incoming::connection_key;
+use super::message::{Kind, Message};
+use super::{Channel, KEY_BYTES};
+use crate::cuda::Devices;
+use crate::error::Result;
+use crate::transport::device::flow::Flow;
+use crate::transport::pieces::{Asking, PIPELINE, Placed, Ranges, place};
+use crate::transport::ucx::endpoint::EndpointState;
+use crate::transport::ucx::engine::Engine;
+use crate::transport::{DataPath, ReadJob};
+use crate::wire::{self, Body, DataHello, Frame};
+use crate::{bail, err};
+
+/// A source agent, as it announced itself.
+pub struct MessageSource {
+    /// For people.
+    pub name: String,
+    /// Of its UCX worker.
+    pub address: Vec<u8>,
+    /// That it gave us.
+    pub token: [u8; KEY_BYTES],
+    /// Length of each pool.
+    pub pools: BTreeMap<u32, u64>,
+    /// What it answers a hello with.
+    pub nonce: [u8; crate::memory::NONCE_BYTES],
+}
+
+/// Reads one source agent.
+pub struct MessagePath {
+    engine: Arc<Engine>,
+    source: MessageSource,
+    link: Link,
+    reason: String,
+    spin: Duration,
+    devices: Arc<Devices>,
+}
+
+impl MessagePath {
+    /// Connects, and gets the nonce through the data path within `patience`.
+    ///
+    /// # Errors
+    /// `KVF_ERR_PROTOCOL` for an address of an impossible length, `KVF_ERR_PEER_LOST` if somebody else
+    /// answers; else UCX's text.
+    pub fn new(
+        engine: Arc<Engine>,
+        source: MessageSource,
+        reason: String,
+        spin: Duration,
+        patience: Duration,
+        devices: Arc<Devices>,
+    ) -> Result<Self> {
+        let path = Self {
+            link: Link::new(&engine, &source)?,
+            engine,
+            source,
+            reason,
+            spin,
+            devices,
+        };
+        path.greet(patience)?;
+        Ok(path)
+    }
+
+    fn greet(&self, patience: Duration) -> Result<()> {
+        let deadline = Instant::now() + patience;
+        let channel = self.channel()?;
+        let hello = DataHello {
+            token: self.source.token.to_vec(),
+            secret: self.link.secret.to_vec(),
+            address: self.engine.address().to_vec(),
+            job: channel.number,
+        };
+        let mut frame = Vec::new();
+        let body = Some(Body::DataHello(hello));
+        wire::encode(&Frame { body }, &mut frame)?;
+        let mut nonce = self.source.nonce.map(|_| 0u8);
+        let (at, bytes) = (nonce.as_mut_ptr(), nonce.len());
+        let mut ranges = Ranges::default();
+        ranges.push(at, bytes);
+        // SAFETY: `nonce` is not touched before the channel is closed.
+        unsafe { channel.expect(ranges, bytes as u64) };
+        let hello = Message::new(Kind::Hello, &[], frame);
+        let sent = self.engine.send(self.link.endpoint, hello);
+        while sent.is_ok() && channel.done() == 0 && channel.error().is_none() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            channel.wait(1, Duration::ZERO, None, Some(left));
+        }
+        let (done, error) = (channel.done() > 0, channel.error());
+        drop(channel);
+        sent?;
+        let name = &self.source.name;
+        match (done, error) {
+            (true, _) if nonce == self.source.nonce => Ok(()),
+            (true, _) => bail!(
+                KVF_ERR_PEER_LOST,
+                "{name} does not hold the announced lease table: another program answers there"
+            ),
+            (_, Some(e)) => Err(e.context(format_args!("ucx hello to {name}"))),
+            _ => bail!(
+                KVF_ERR_TRANSFER,
+                "{name} did not answer a hello over ucx within {patience:?}"
+            ),
+        }
+    }
+
+    fn channel(&self) -> Result<OpenChannel<'_>> {
+        let (incoming, link) = (self.engine.incoming(), &self.link);
+        Ok(OpenChannel {
+            channel: incoming.open_channel(link.endpoint, link.secret)?,
+            engine: &self.engine,
+        })
+    }
+
+    /// `coming` keeps what the channel may write until the caller has closed it.
+    fn receive_all(
+        &self,
+        job: &ReadJob,
+        channel: &Channel,
+        coming: &mut VecDeque<Placed>,
+        flow: &mut Flow<'_>,
+    ) -> Result<()> {
+        let wake = job.wake()?;
+        let mut out = Vec::new();
+        let mut asking = Asking::begin(job, channel.number, &mut out)?;
+        let mut arrived = 0;
+        loop {
+            while coming.len() < PIPELINE
+                && let Some(batch) = asking.next(job, &mut out)?
+            {
+                let mut ranges = Ranges::default();
+                let placed = place(job, &self.source.pools, &batch, &mut ranges, flow)?;
+                // SAFETY: `place` has put every byte inside a pool of this job, which keeps it, or
+                // it is in the buffer of a lane that `placed` has; the channel is closed before
+                // either goes.
+                unsafe { channel.expect(ranges, placed.bytes) };
+                coming.push_back(placed);
+                asking.give_back(batch);
+            }
+            if !out.is_empty() {
+                let frames = std::mem::take(&mut out);
+                let message = Message::new(Kind::Ask, &self.link.key, frames);
+                self.engine.send(self.link.endpoint, message)?;
+            }
+            if coming.is_empty() {
+                return Ok(());
+            }
+            while channel.done() == arrived {
+                if job.is_cancelled() {
+                    return Ok(());
+                }
+                if let Some(e) = channel.error() {
+                    return Err(e);
+                }
+                channel.wait(arrived + 1, self.spin, Some(wake.as_fd()), None);
+            }
+            while channel.done() > arrived
+                && let Some(placed) = coming.pop_front()
+            {
+                arrived += 1;
+                placed.arrived(job, flow)?;
+            }
+            if channel.lease_lost() {
+                job.lose_lease();
+            }
+        }
+    }
+}
+
+/// A connection to a source.
+struct Link {
+    engine: Arc<Engine>,
+    endpoint: u64,
+    state: Arc<EndpointState>,
+    /// What answers begin with.
+    secret: [u8; KEY_BYTES],
+    /// What asks begin with.
+    key: [u8; 2 * KEY_BYTES],
+}
+
+impl Link {
+    fn new(engine: &Arc<Engine>, source: &MessageSource) -> Result<Self> {
+        let mut secret = [0; KEY_BYTES];
+        if let Err(e) = getrandom::fill(&mut secret) {
+            bail!(KVF_ERR_SYSTEM, "no random numbers from the kernel: {e}");
+        }
+        let (name, address) = (source.name.clone(), source.address.clone());
+        let (endpoint, state) = engine.connect(name, address, Vec::new())?;
+        engine.incoming().trust(secret);
+        Ok(Self {
+            engine: engine.clone(),
+            endpoint,
+            state,
+            secret,
+            key: connection_key(&source.token, &secret),
+        })
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.engine.incoming().forget(&self.secret);
+        let goes = Message::new(Kind::Ask, &self.key, Vec::new());
+        let _ = self.engine.send(self.endpoint, goes); // an engine that has ended has told by itself
+    }
+}
+
+/// Closes the channel when it is dropped.
+struct OpenChannel<'a> {
+    channel: Arc<Channel>,
+    engine: &'a Engine,
+}
+
+impl std::ops::Deref for OpenChannel<'_> {
+    type Target = Channel;
+
+    fn deref(&self) -> &Channel {
+        &self.channel
+    }
+}
+
+impl Drop for OpenChannel<'_> {
+    fn drop(&mut self) {
+        self.engine.incoming().close_channel(&self.channel);
+    }
+}
+
+impl DataPath for MessagePath {
+    fn name(&self) -> &'static str {
+        "ucx"
+    }
+
+    fn reason(&self) -> String {
+        format!("{}, {}", self.engine.describe(), self.reason)
+    }
+
+    fn run(&self, job: &ReadJob) -> Result<()> {
+        let mut flow = Flow::new(&self.devices, job);
+        let mut coming = VecDeque::new();
+        let received = self
+            .channel()
+            .and_then(|channel| self.receive_all(job, &channel, &mut coming, &mut flow));
+        drop(coming);
+        match flow.finish(received) {
+            // What was cut off by a cancel is no failure of its own.
+            Err(_) if job.is_cancelled() => Ok(()),
+            outcome => outcome.map_err(|e| {
+                e.context(format_args!(
+                    "ucx read of {} after {} of {} bytes",
+                    self.source.name,
+                    job.moved(),
+                    job.bytes()
+                ))
+            }),
+        }
+    }
+
+    fn attest(&self, job: &ReadJob) -> Result<bool> {
+        if self.source.pools.is_empty() {
+            return Err(err!(
+                KVF_ERR_INTERNAL,
+                "a path without pools has moved bytes"
+            ));
+        }
+        Ok(!job.lease_lost())
+    }
+
+    fn most_workers(&self) -> usize {
+        1 // the progress thread does the copying
+    }
+
+    fn inline_bytes(&self) -> u64 {
+        0 // a round trip is not for the caller's thread
+    }
+
+    fn is_usable(&self) -> bool {
+        let incoming = self.engine.incoming();
+        self.link.state.is_open()
+            && incoming.is_trusted(&self.link.secret)
+            && !self.engine.has_ended()
+    }
+}
+
+impl fmt::Debug for MessagePath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MessagePath")
+            .field("peer", &self.source.name)
+            .field("pools", &self.source.pools.len())
+            .finish_non_exhaustive()
+    }
+}
