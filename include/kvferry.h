@@ -611,7 +611,8 @@ typedef struct kvf_agent_config {
   size_t num_affinity;
   /**
    * Allowed transports, as in `"shm,tcp"`, of inproc, shm, cuda_ipc, ucx, unix and tcp; NULL =
-   * all. The environment variable `KVFERRY_TRANSPORTS` narrows it further. Naming ucx, here or there, forces it where nothing before it serves a peer.
+   * all. The environment variable `KVFERRY_TRANSPORTS` narrows it further; one must be left.
+   * Naming ucx, here or there, forces it where nothing before it serves a peer.
    */
   const char *transports;
   /**
@@ -2211,8 +2212,9 @@ extern "C" {
  *
  * @param[in]  config  Start from KVF_AGENT_CONFIG_INIT. Not kept.
  * @param[out] agent   Receives the agent; end it with kvf_agent_destroy().
- * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for an unknown transport, address or log level, a key of a wrong
- *         size, an address beyond loopback without a key, or one that peers cannot connect to;
+ * @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for an unknown transport, address or log level, a key of
+ *         a wrong size, an address beyond loopback without a key, or one that peers cannot connect
+ *         to, and heartbeats that are not more frequent than `peer_silence_ns`;
  *         KVF_ERR_SYSTEM or KVF_ERR_NO_MEMORY when the system refuses sockets, threads or memory.
  *
  * # Safety
@@ -2718,7 +2720,8 @@ KVF_NOEXCEPT;
  * @param      pool   The pool.
  * @param[out] base   Receives the address of its first byte.
  * @param[out] bytes  Receives its length in bytes; may be NULL.
- * @return KVF_OK; KVF_ERR_NOT_FOUND for a pool that has been released.
+ * @return KVF_OK, also for a pool that has been released: what kvferry made stays mapped until
+ *         kvf_pool_destroy().
  *
  * # Safety
  * @p pool must be live, @p base writable, @p bytes NULL or writable.
@@ -2746,7 +2749,8 @@ kvf_status kvf_pool_id(const struct kvf_pool *pool, uint32_t *id) KVF_NOEXCEPT;
  *
  * @param pool         The pool.
  * @param deadline_ns  From now, in ns; 0 = the event comes at once, whatever it says.
- * @return KVF_OK: begun; KVF_ERR_STATE: it was begun before and has not ended.
+ * @return KVF_OK: begun; KVF_ERR_STATE: it was begun before and has not ended, or the
+ *         pool has been released.
  *
  * # Safety
  * @p pool must be live.

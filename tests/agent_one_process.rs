@@ -479,4 +479,9 @@ fn an_unregistered_pool_is_released_when_its_users_have_ended() {
         .collect();
     assert_eq!(released.len(), 1);
     assert_eq!((released[0].object, released[0].user_data), (1, 42));
+    let again = source.agent.unregister_pool(1, LONG, 42).unwrap_err();
+    assert_eq!(
+        (again.status, again.text.as_str()),
+        (KVF_ERR_STATE, "pool 1 has been released: destroy it")
+    );
 }

@@ -161,6 +161,8 @@ def expected():
 
 def main():
     """Returns the exit status."""
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     library = kvf.Library(sys.argv[1])
     if sys.argv[2:] == ["--source"]:
         source(library)

@@ -147,6 +147,7 @@ impl Control {
             );
             return self.remote_lost(agent, end);
         }
+        remote.route.attempt_failed(&e);
         let pause = Duration::from_millis(20) * 2u32.pow(remote.attempts.min(7));
         remote.state = LinkState::Down(now + pause);
         self.timers.set(Timer::Remote(agent), Some(now + pause));

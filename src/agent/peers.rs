@@ -24,6 +24,8 @@ pub(super) struct Route {
 struct RouteState {
     /// The way in, or why there is none for good; `None` = not known yet.
     outcome: Option<Result<Arc<dyn DataPath>, Error>>,
+    /// Why the last attempt to connect failed, for people.
+    trouble: String,
 }
 
 impl Route {
@@ -51,6 +53,19 @@ impl Route {
         self.changed.notify_all();
         // Unmapping may take a while: not under the lock.
         drop(before);
+    }
+
+    /// An attempt to connect has failed, and others follow.
+    pub fn attempt_failed(&self, why: &Error) {
+        self.lock().trouble = why.text.clone();
+    }
+
+    /// What is said of it while it is not known.
+    fn connecting(&self) -> String {
+        match self.lock().trouble.as_str() {
+            "" => "connecting".into(),
+            why => format!("connecting; the last attempt failed: {why}"),
+        }
     }
 
     /// Waits until it is known.
@@ -179,7 +194,7 @@ impl PeerShared {
                     if info.status == Status::KVF_OK {
                         info.status = Status::KVF_IN_PROGRESS;
                     }
-                    "connecting".into()
+                    route.connecting()
                 }
             };
             if !info.text.is_empty() {
@@ -189,5 +204,33 @@ impl PeerShared {
                 .push_str(&format!("rank {rank} ({}): {line}", route.name));
         }
         info
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::err;
+
+    #[test]
+    fn who_waits_for_a_peer_is_told_why_the_last_attempt_failed() {
+        let route = Arc::new(Route::new(Incarnation([1; 16]), "there".into()));
+        let peer = PeerShared {
+            id: 1,
+            user_data: 0,
+            engine: Arc::new(EngineInfo { ranks: Vec::new() }),
+            plan: Err(err!(KVF_ERR_STATE, "not needed")),
+            routes: vec![route.clone()],
+            needed: vec![0],
+            removed: AtomicBool::new(false),
+        };
+        assert_eq!(peer.info().text, "rank 0 (there): connecting");
+        route.attempt_failed(&err!(KVF_ERR_SYSTEM, "no more files"));
+        let info = peer.info();
+        assert_eq!(info.status, Status::KVF_IN_PROGRESS);
+        assert_eq!(
+            info.text,
+            "rank 0 (there): connecting; the last attempt failed: no more files"
+        );
     }
 }

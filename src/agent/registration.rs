@@ -73,6 +73,9 @@ impl Agent {
         let mut state = self.shared.lock();
         match state.pools.get(pool) {
             None => bail!(KVF_ERR_NOT_FOUND, "no pool {pool}"),
+            Some(entry) if entry.is_released() => {
+                bail!(KVF_ERR_STATE, "pool {pool} has been released: destroy it")
+            }
             Some(entry) if entry.is_leaving() => {
                 bail!(KVF_ERR_STATE, "pool {pool} is being unregistered already")
             }

@@ -79,14 +79,14 @@ fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: Bytes) -> Res
     if head[..4] != magic || bytes.len() > MAX_BYTES {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
-            "{} bytes that do not start as a {what} does",
+            "{} bytes are no {what}: they do not start as one does",
             bytes.len()
         );
     }
     if head[4] != MAJOR {
         bail!(
             KVF_ERR_ABI_MISMATCH,
-            "a {what} of version {}, this library reads {MAJOR}",
+            "the {what} has version {}, this library reads {MAJOR}",
             head[4]
         );
     }
@@ -96,7 +96,7 @@ fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: Bytes) -> Res
     if len != body.len() {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
-            "a {what} of {} bytes says it has {len}: it was cut or damaged",
+            "the {what} of {} bytes says it has {len}: it was cut or damaged",
             body.len()
         );
     }
@@ -104,7 +104,7 @@ fn decode<M: Message + Default>(what: &str, magic: [u8; 4], bytes: Bytes) -> Res
     if crc32fast::hash(&body) != number(9) {
         bail!(
             KVF_ERR_INVALID_ARGUMENT,
-            "a {what} of {len} bytes is damaged: its checksum does not fit"
+            "the {what} of {len} bytes is damaged: its checksum does not fit"
         );
     }
     M::decode(body).map_err(|e| err!(KVF_ERR_INVALID_ARGUMENT, "damaged {what}: {e}"))

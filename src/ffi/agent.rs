@@ -37,7 +37,8 @@ pub struct kvf_agent_config {
     /// Elements of `affinity`.
     pub num_affinity: usize,
     /// Allowed transports, as in `"shm,tcp"`, of inproc, shm, cuda_ipc, ucx, unix and tcp; NULL =
-    /// all. The environment variable `KVFERRY_TRANSPORTS` narrows it further. Naming ucx, here or there, forces it where nothing before it serves a peer.
+    /// all. The environment variable `KVFERRY_TRANSPORTS` narrows it further; one must be left.
+    /// Naming ucx, here or there, forces it where nothing before it serves a peer.
     pub transports: *const c_char,
     /// Names model, revision and cache format; must be equal on both sides of a handoff. NULL = "".
     pub fingerprint: *const c_char,
@@ -112,8 +113,9 @@ abi_struct!(elem kvf_quarantined_slot { transfer, group, slot });
 ///
 /// @param[in]  config  Start from KVF_AGENT_CONFIG_INIT. Not kept.
 /// @param[out] agent   Receives the agent; end it with kvf_agent_destroy().
-/// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for an unknown transport, address or log level, a key of a wrong
-///         size, an address beyond loopback without a key, or one that peers cannot connect to;
+/// @return KVF_OK; KVF_ERR_INVALID_ARGUMENT for an unknown transport, address or log level, a key of
+///         a wrong size, an address beyond loopback without a key, or one that peers cannot connect
+///         to, and heartbeats that are not more frequent than `peer_silence_ns`;
 ///         KVF_ERR_SYSTEM or KVF_ERR_NO_MEMORY when the system refuses sockets, threads or memory.
 ///
 /// # Safety

@@ -246,7 +246,8 @@ fn flags(given: u32, what: &str) -> crate::error::Result<u32> {
 /// @param      pool   The pool.
 /// @param[out] base   Receives the address of its first byte.
 /// @param[out] bytes  Receives its length in bytes; may be NULL.
-/// @return KVF_OK; KVF_ERR_NOT_FOUND for a pool that has been released.
+/// @return KVF_OK, also for a pool that has been released: what kvferry made stays mapped until
+///         kvf_pool_destroy().
 ///
 /// # Safety
 /// @p pool must be live, @p base writable, @p bytes NULL or writable.
@@ -299,7 +300,8 @@ pub unsafe extern "C" fn kvf_pool_id(pool: *const kvf_pool, id: *mut u32) -> kvf
 ///
 /// @param pool         The pool.
 /// @param deadline_ns  From now, in ns; 0 = the event comes at once, whatever it says.
-/// @return KVF_OK: begun; KVF_ERR_STATE: it was begun before and has not ended.
+/// @return KVF_OK: begun; KVF_ERR_STATE: it was begun before and has not ended, or the
+///         pool has been released.
 ///
 /// # Safety
 /// @p pool must be live.

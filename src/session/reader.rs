@@ -163,12 +163,14 @@ impl Import {
         }
         if now >= self.deadline {
             let count = |state| self.jobs.iter().filter(|j| **j == state).count();
-            let text = format!(
-                "the deadline passed: of {} source ranks, {} were not started, {} still copied",
-                self.jobs.len(),
-                count(Job::Waiting),
-                count(Job::Running)
-            );
+            let text = match self.jobs.len() {
+                0 => "the deadline passed: nobody has pushed".into(),
+                ranks => format!(
+                    "the deadline passed: of {ranks} source ranks, {} were not started, {} still copied",
+                    count(Job::Waiting),
+                    count(Job::Running)
+                ),
+            };
             self.fail(End::new(KVF_ERR_DEADLINE, text), actions);
         } else if now >= self.renew_at {
             self.renew_at = now + self.renew_every;

@@ -40,9 +40,8 @@ Json try_transport(Child& child, const std::string& transport) {
     }
   } catch (const std::exception& e) {
     result["available"] = false;
-    // The library gives the reason of every transport that it has.
     const std::string text = e.what();
-    result["reason"] = text.find(transport + ":") != std::string::npos
+    result["reason"] = text.find("is not known") == std::string::npos
                            ? text
                            : "not in this version of kvferry";
   }
