@@ -417,7 +417,7 @@ enum kvf_status
    */
   KVF_ERR_SLOT_BUSY = -5,
   /**
-   * The same thing was given twice (slot, key, layer, peer).
+   * The same thing was given twice (slot, key, layer, rank, memory of a pool).
    */
   KVF_ERR_DUPLICATE = -6,
   /**

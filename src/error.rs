@@ -29,7 +29,7 @@ pub enum kvf_status {
     KVF_ERR_OUT_OF_RANGE = -4,
     /// A slot is used by a transfer, a publication or the quarantine; the text names it.
     KVF_ERR_SLOT_BUSY = -5,
-    /// The same thing was given twice (slot, key, layer, peer).
+    /// The same thing was given twice (slot, key, layer, rank, memory of a pool).
     KVF_ERR_DUPLICATE = -6,
     /// No such key, group, peer or file.
     KVF_ERR_NOT_FOUND = -7,

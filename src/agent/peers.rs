@@ -68,6 +68,15 @@ impl Route {
         }
     }
 
+    /// The agent and how it is reached, for people.
+    pub fn describe(&self) -> String {
+        match self.get() {
+            Some(Ok(path)) => format!("agent {} through {}", self.name, path.name()),
+            Some(Err(e)) => format!("agent {}: {e}", self.name),
+            None => format!("agent {}: {}", self.name, self.connecting()),
+        }
+    }
+
     /// Waits until it is known.
     fn wait(&self, deadline: Option<Instant>) -> Status {
         let mut state = self.lock();

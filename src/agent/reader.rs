@@ -226,8 +226,13 @@ impl Control {
         }
     }
 
-    fn outcome(&mut self, id: u64, end: End, safe: bool) {
+    fn outcome(&mut self, id: u64, mut end: End, safe: bool) {
         if let Some(import) = self.imports.get(&id) {
+            if end.status == Status::KVF_ERR_DEADLINE {
+                // Who was waited for, and what is known of it.
+                let waited = import.new.routes.iter().map(|route| route.describe());
+                end.text.extend(waited.map(|peer| format!("; {peer}")));
+            }
             import.new.cell.report(&self.shared, end, safe);
         }
     }

@@ -506,9 +506,13 @@ impl Control {
             let push = entry.new.push;
             push.is_some_and(|(receiver, offer)| receiver == agent && offer == ended.offer)
         });
-        if let Some(consumer) = self.consumer(agent).filter(|_| answers) {
-            let status = metadata::status(ended.status);
-            self.publication_event(id, Event::Finished(consumer, status));
+        if answers {
+            let status = match metadata::status(ended.status) {
+                Status::KVF_ERR_CANCELLED => Status::KVF_ERR_CANCELLED_BY_PEER,
+                other => other,
+            };
+            let text = format!("the receiver ended its offer: {}", ended.text);
+            self.publication_event(id, Event::Withdrawn(End::new(status, text)));
         }
     }
 

@@ -225,8 +225,8 @@ pub(super) fn path(
             pools: memory.pools.iter().map(|p| (p.id, p.bytes)).collect(),
             nonce,
         };
-        let (spin, devices) = (shared.config.spin, shared.devices.clone());
-        let path = MessagePath::new(engine, source, reason, spin, patience, devices)?;
+        let devices = shared.devices.clone();
+        let path = MessagePath::new(engine, source, reason, patience, devices)?;
         return Ok(Arc::new(path));
     }
     let keys = announced

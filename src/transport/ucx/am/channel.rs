@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::KEY_BYTES;
 use super::incoming::{Dropped, Taken};
@@ -144,22 +144,10 @@ impl Channel {
         self.state().lease_lost
     }
 
-    /// Looks for `spin` and sleeps then, until so many batches are in place, the channel has an error,
-    /// `wake` is readable or `limit` has passed. May return early.
-    pub fn wait(
-        &self,
-        done: u64,
-        spin: Duration,
-        wake: Option<BorrowedFd<'_>>,
-        limit: Option<Duration>,
-    ) {
-        let begin = Instant::now();
-        while begin.elapsed() < spin {
-            if self.done() >= done {
-                return;
-            }
-            std::hint::spin_loop();
-        }
+    /// Sleeps until another batch is in place, the channel has an error, `wake` is readable or `limit`
+    /// has passed. May return early. It is the engine's thread that spins, if any: two that look for
+    /// the same thing would keep each other from it where cores are few.
+    pub fn wait(&self, wake: Option<BorrowedFd<'_>>, limit: Option<Duration>) {
         if wait_readable([Some(self.bell.as_fd()), wake], limit).is_err() {
             // Unheard of; then slowly instead of not at all.
             std::thread::sleep(Duration::from_millis(1));

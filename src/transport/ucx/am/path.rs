@@ -39,7 +39,6 @@ pub struct MessagePath {
     source: MessageSource,
     link: Link,
     reason: String,
-    spin: Duration,
     devices: Arc<Devices>,
 }
 
@@ -53,7 +52,6 @@ impl MessagePath {
         engine: Arc<Engine>,
         source: MessageSource,
         reason: String,
-        spin: Duration,
         patience: Duration,
         devices: Arc<Devices>,
     ) -> Result<Self> {
@@ -62,7 +60,6 @@ impl MessagePath {
             engine,
             source,
             reason,
-            spin,
             devices,
         };
         // An old connection may not have noticed yet that the network works again.
@@ -103,7 +100,7 @@ impl MessagePath {
             if left.is_zero() {
                 break;
             }
-            channel.wait(1, Duration::ZERO, None, Some(left));
+            channel.wait(None, Some(left));
         }
         let (done, error) = (channel.done() > 0, channel.error());
         drop(channel);
@@ -171,7 +168,7 @@ impl MessagePath {
                 if let Some(e) = channel.error() {
                     return Err(e);
                 }
-                channel.wait(arrived + 1, self.spin, Some(wake.as_fd()), None);
+                channel.wait(Some(wake.as_fd()), None);
             }
             while channel.done() > arrived
                 && let Some(placed) = coming.pop_front()

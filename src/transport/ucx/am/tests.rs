@@ -160,7 +160,7 @@ impl Two {
 
     fn path(&self, source: MessageSource, patience: Duration) -> Result<MessagePath> {
         let (here, why) = (self.here.clone(), "a test".into());
-        MessagePath::new(here, source, why, Duration::ZERO, patience, Arc::default())
+        MessagePath::new(here, source, why, patience, Arc::default())
     }
 
     fn good_path(&self) -> MessagePath {
