@@ -24,7 +24,7 @@ const LOOK: Duration = Duration::from_micros(200);
 /// Longest wait for the rest of a small answer that has begun to come.
 const REST: Duration = Duration::from_millis(2);
 
-/// Opens one more connection to the source: connected, and its [`wire::DataHello`] sent.
+/// Opens one more connection to the source: connected, and its [`crate::wire::DataHello`] sent.
 /// Given up when the descriptor is readable.
 pub type Connect = Box<dyn Fn(Option<BorrowedFd<'_>>) -> Result<Stream> + Send + Sync>;
 
