@@ -155,8 +155,8 @@ fn publish(source: &Side, from: &[i32]) -> Publication {
     source.agent.publish(offer).unwrap()
 }
 
-fn pull(sink: &Side, peer: &Peer, ticket: &[u8], to: &[i32]) -> Transfer {
-    let want = ImportDesc {
+fn import(ticket: &[u8], to: &[i32]) -> ImportDesc {
+    ImportDesc {
         ticket: ticket.to_vec(),
         groups: vec![ImportGroup {
             group: 0,
@@ -165,8 +165,11 @@ fn pull(sink: &Side, peer: &Peer, ticket: &[u8], to: &[i32]) -> Transfer {
             ..ImportGroup::default()
         }],
         ..ImportDesc::default()
-    };
-    sink.agent.import_begin(peer, want).unwrap()
+    }
+}
+
+fn pull(sink: &Side, peer: &Peer, ticket: &[u8], to: &[i32]) -> Transfer {
+    sink.agent.import_begin(peer, import(ticket, to)).unwrap()
 }
 
 /// Pulls slots `from` into slots `to` and compares every byte of the sink.
@@ -291,6 +294,33 @@ fn a_cancel_at_any_moment_leaves_both_sides_with_one_outcome() {
         }
         assert!(done >= 100, "{transport}: {done} of 400 were not cancelled");
     }
+}
+
+#[test]
+fn an_agent_that_ends_right_after_a_success_tells_the_source_of_it() {
+    const BLOCK: u64 = 48 << 10;
+    let side = || Side::new("unix", Memory::Own, 1, 4, BLOCK);
+    let (source, sink) = (side(), side());
+    let peer = meet(&source, &sink);
+    let publication = publish(&source, &[3, 1]);
+    // The worker that has the outcome is held up, as by the scheduler, before it can tell more.
+    let (go_on, held_up) = std::sync::mpsc::channel();
+    let held_up = std::sync::Mutex::new(held_up);
+    let observer: Observer = std::sync::Arc::new(move |_| {
+        let _ = held_up.lock().unwrap().recv_timeout(LONG);
+    });
+    let want = import(publication.ticket(), &[0, 2]);
+    let transfer = sink
+        .agent
+        .import_observed(&peer, want, Some(observer))
+        .unwrap();
+    assert_eq!(transfer.wait(LONG), KVF_OK, "{}", transfer.error_text());
+    std::thread::scope(|scope| {
+        scope.spawn(|| sink.agent.shutdown(LONG));
+        let ended = publication.wait(LONG);
+        go_on.send(()).unwrap();
+        assert_eq!(ended, KVF_OK, "{}", publication.error_text());
+    });
 }
 
 #[test]

@@ -178,14 +178,16 @@ impl Control {
         let Some(import) = self.imports.get_mut(&id) else {
             return;
         };
-        let mut machine = import.machine.clone();
-        let actions = machine.on(event, now);
+        let before = import.machine.clone();
+        let mut actions = import.machine.on(event, now);
         let decides = actions.iter().any(|a| matches!(a, Action::Outcome(_)));
         let by_worker = decides && !import.new.cell.decide(Decider::Control);
-        if by_worker && !machine.outcome().is_some_and(End::is_ok) {
-            return; // too late: the import has succeeded, and the worker's word of it is coming
+        if by_worker && !import.machine.outcome().is_some_and(End::is_ok) {
+            // Too late: the import's one job has succeeded, and the worker's word of it is coming.
+            // It is taken now, so that also an agent that ends meanwhile tells the source the same.
+            import.machine = before;
+            actions = import.machine.on(Event::Stopped(0, End::ok()), now);
         }
-        import.machine = machine;
         let next = import.machine.next_deadline();
         self.timers.set(Timer::Import(id), next);
         let safe = actions.contains(&Action::MemorySafe);
@@ -207,7 +209,9 @@ impl Control {
                 Action::MemorySafe => {
                     self.gates.remove(&Gated::Import(id));
                     if let Some(import) = self.imports.remove(&id) {
-                        import.new.cell.cell.make_safe(false);
+                        if !by_worker {
+                            import.new.cell.cell.make_safe(false); // the worker says it with the end
+                        }
                         let pools = import.new.cell.pools.clone();
                         // Our references to the pools go before "may be freed" can be said.
                         import.new.cell.settle();

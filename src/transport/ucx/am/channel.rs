@@ -147,11 +147,13 @@ impl Channel {
     /// Sleeps until another batch is in place, the channel has an error, `wake` is readable or `limit`
     /// has passed. May return early. It is the engine's thread that spins, if any: two that look for
     /// the same thing would keep each other from it where cores are few.
-    pub fn wait(&self, wake: Option<BorrowedFd<'_>>, limit: Option<Duration>) {
-        if wait_readable([Some(self.bell.as_fd()), wake], limit).is_err() {
-            // Unheard of; then slowly instead of not at all.
-            std::thread::sleep(Duration::from_millis(1));
-        }
+    ///
+    /// # Errors
+    /// `KVF_ERR_SYSTEM`: the kernel cannot watch the descriptors.
+    pub fn wait(&self, wake: Option<BorrowedFd<'_>>, limit: Option<Duration>) -> Result<()> {
+        wait_readable([Some(self.bell.as_fd()), wake], limit)
+            .map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "poll", &e))?;
         self.bell.clear();
+        Ok(())
     }
 }

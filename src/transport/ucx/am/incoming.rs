@@ -201,6 +201,7 @@ impl Incoming {
     pub fn admits(&self, hello: &Hello) -> Result<String> {
         self.accept.admits(&hello.token)
     }
+
     /// A reader is served no more.
     pub fn disconnect(&self, connection: &Arc<Connection>) {
         let mut connections = lock(&self.connections);

@@ -100,7 +100,7 @@ impl MessagePath {
             if left.is_zero() {
                 break;
             }
-            channel.wait(None, Some(left));
+            channel.wait(None, Some(left))?;
         }
         let (done, error) = (channel.done() > 0, channel.error());
         drop(channel);
@@ -168,7 +168,7 @@ impl MessagePath {
                 if let Some(e) = channel.error() {
                     return Err(e);
                 }
-                channel.wait(Some(wake.as_fd()), None);
+                channel.wait(Some(wake.as_fd()), None)?;
             }
             while channel.done() > arrived
                 && let Some(placed) = coming.pop_front()

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex, mpsc};
+use std::time::{Duration, Instant};
 
 use super::incoming::Dropped;
 use super::message::{Head, Kind};
@@ -19,6 +19,7 @@ use crate::transport::{DataPath, ReadJob};
 use crate::wire::{self, Body, DataHello, DataOpen, Frame};
 use crate::{bail, err};
 
+const LONG: Duration = Duration::from_secs(20);
 const TOKEN: [u8; KEY_BYTES] = [3; KEY_BYTES];
 const SECRET: [u8; KEY_BYTES] = [4; KEY_BYTES];
 
@@ -31,7 +32,9 @@ struct Served {
     /// Holds requests up while a test has it.
     gate: Mutex<()>,
     devices: Devices,
-    dropped: Mutex<Vec<&'static str>>,
+    /// Jobs that were opened (`open`), and why messages were dropped.
+    heard: Mutex<Vec<&'static str>>,
+    heard_more: Condvar,
     threads: Mutex<Vec<std::thread::JoinHandle<()>>>,
     _memory: Vec<Vec<u8>>,
 }
@@ -55,24 +58,39 @@ impl Served {
             refuse: AtomicBool::new(false),
             gate: Mutex::default(),
             devices: Devices::default(),
-            dropped: Mutex::default(),
+            heard: Mutex::default(),
+            heard_more: Condvar::new(),
             threads: Mutex::default(),
             _memory: memory,
         })
     }
 
-    fn dropped(&self, why: &str) -> usize {
-        let dropped = self.dropped.lock().unwrap();
-        dropped.iter().filter(|dropped| **dropped == why).count()
+    fn hear(&self, what: &'static str) {
+        self.heard.lock().unwrap().push(what);
+        self.heard_more.notify_all();
     }
 
-    /// Waits until so many messages were dropped for that reason.
-    fn wait_dropped(&self, why: &str, count: usize) {
-        let deadline = soon();
-        while self.dropped(why) < count {
-            assert!(std::time::Instant::now() < deadline, "{why} {count}");
-            std::thread::sleep(Duration::from_millis(1));
+    fn heard(&self, what: &str) -> usize {
+        let heard = self.heard.lock().unwrap();
+        heard.iter().filter(|heard| **heard == what).count()
+    }
+
+    /// Whether that is heard so often within `limit`.
+    fn hears(&self, what: &str, count: usize, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        let mut heard = self.heard.lock().unwrap();
+        while heard.iter().filter(|heard| **heard == what).count() < count {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            heard = self.heard_more.wait_timeout(heard, left).unwrap().0;
         }
+        true
+    }
+
+    fn wait_heard(&self, what: &str, count: usize) {
+        assert!(self.hears(what, count, LONG), "{what} {count}");
     }
 }
 
@@ -83,6 +101,7 @@ impl Source for Serves {
         if self.0.refuse.load(Ordering::SeqCst) {
             bail!(KVF_ERR_EXPIRED, "no such publication");
         }
+        self.0.hear("open");
         let _held_up = self.0.gate.lock().unwrap();
         let leases = self.0.leases.clone();
         let lease = self.0.lease;
@@ -124,7 +143,7 @@ impl Accept for Serves {
     }
 
     fn dropped(&self, why: &'static str) {
-        self.0.dropped.lock().unwrap().push(why);
+        self.0.hear(why);
     }
 }
 
@@ -261,9 +280,9 @@ fn after_a_cancel_nothing_is_written_and_the_path_is_of_use() {
     let job = two.job();
     {
         let _held_up = two.served.gate.lock().unwrap();
-        let late = job.clone();
+        let (late, served) = (job.clone(), two.served.clone());
         let timer = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(50));
+            served.wait_heard("open", 1);
             late.cancel();
         });
         path.run(&job).unwrap();
@@ -291,14 +310,18 @@ fn a_source_whose_ucx_has_ended_fails_the_job_and_leaves_the_memory_quiet() {
     let job = two.job();
     let held_up = two.served.gate.lock().unwrap();
     let (source, deadline) = (two.source.clone(), job.clone());
+    let served = two.served.clone();
+    let (ended, over) = mpsc::channel();
     let killer = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(50));
+        served.wait_heard("open", 1);
         assert!(source.close(soon()));
         // Over a lane that says nothing, it is the transfer's deadline that ends it.
-        std::thread::sleep(Duration::from_secs(2));
+        let _ = over.recv_timeout(Duration::from_secs(2));
         deadline.cancel();
     });
-    match path.run(&job) {
+    let outcome = path.run(&job);
+    ended.send(()).unwrap();
+    match outcome {
         Ok(()) => assert!(job.is_cancelled()),
         Err(e) => {
             assert_eq!(e.status, Status::KVF_ERR_TRANSFER);
@@ -354,7 +377,7 @@ fn garbage_changes_nothing_and_is_counted() {
             .send(endpoint, Message::new(kind, &head, data))
             .unwrap();
         *expected.entry(why).or_default() += 1;
-        two.served.wait_dropped(why, expected[why]);
+        two.served.wait_heard(why, expected[why]);
     }
     path.run(&two.job()).unwrap();
     // Who has the token and talks nonsense ends his own connection, and no more.
@@ -372,15 +395,17 @@ fn garbage_changes_nothing_and_is_counted() {
     let mut frame = Vec::new();
     let body = Some(Body::DataHello(hello));
     wire::encode(&Frame { body }, &mut frame).unwrap();
-    let before = two.served.dropped("stranger");
+    let before = two.served.heard("stranger");
     let hello = Message::new(Kind::Hello, &[], frame);
     stranger.send(endpoint, hello).unwrap();
     let deadline = soon();
-    while two.served.dropped("stranger") == before {
+    let mut refused = false;
+    while !refused {
+        assert!(Instant::now() < deadline, "it is still served");
         let nonsense = Message::new(Kind::Ask, &key, vec![0xff; 8]);
         stranger.send(endpoint, nonsense).unwrap();
-        std::thread::sleep(Duration::from_millis(1));
-        assert!(std::time::Instant::now() < deadline, "it is still served");
+        let a_while = Duration::from_millis(1);
+        refused = two.served.hears("stranger", before + 1, a_while);
     }
     assert!(stranger.close(soon()));
     path.run(&two.job()).unwrap();

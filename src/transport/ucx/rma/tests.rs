@@ -121,12 +121,15 @@ fn a_source_whose_ucx_has_ended_fails_the_job_and_leaves_the_memory_quiet() {
     ));
     assert!(peer.engine.close(soon()));
     let deadline = job.clone();
+    let (ended, over) = std::sync::mpsc::channel();
     let timer = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_secs(2));
+        let _ = over.recv_timeout(Duration::from_secs(2));
         deadline.cancel(); // as the transfer's deadline would
     });
     // Over a lane that reads through the kernel it may even succeed: the memory is still there.
-    match path.run(&job) {
+    let outcome = path.run(&job);
+    ended.send(()).unwrap();
+    match outcome {
         Ok(()) => assert!(job.is_cancelled() || job.moved() == Cache::MOVED),
         Err(e) => {
             assert_eq!(e.status, Status::KVF_ERR_TRANSFER);
