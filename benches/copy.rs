@@ -12,7 +12,7 @@ use std::error::Error;
 use std::io::Write;
 use std::time::Instant;
 
-use kvferry::copy::{Dim, Strided, run};
+use kvferry::copy::{Dim, Place, Strided, run};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
@@ -75,15 +75,16 @@ fn random(state: &mut u64) -> usize {
 mod bare {
     use super::Strided;
 
-    /// Calls `each(dst, src, bytes, next source)` for every block of a batch without axes.
-    fn blocks(batch: &[Strided<'_>], each: impl Fn(*mut u8, *const u8, usize, *const u8)) {
-        for (i, copy) in batch.iter().enumerate() {
-            let next = batch.get(i + 1).map_or(std::ptr::null(), |next| next.src);
-            each(copy.dst, copy.src, copy.run, next);
+    /// Calls `each(dst, src, bytes, next source)` for every block of a copy without axes.
+    fn blocks(batch: &Strided<'_>, each: impl Fn(*mut u8, *const u8, usize, *const u8)) {
+        for (i, at) in batch.places.iter().enumerate() {
+            let next = batch.places.get(i + 1);
+            let next = next.map_or(std::ptr::null(), |next| next.src);
+            each(at.dst, at.src, batch.run, next);
         }
     }
 
-    pub fn memcpy(batch: &[Strided<'_>]) {
+    pub fn memcpy(batch: &Strided<'_>) {
         blocks(batch, |dst, src, bytes, _| {
             // SAFETY: the bench's own mappings.
             unsafe { std::ptr::copy_nonoverlapping(src, dst, bytes) }
@@ -91,17 +92,17 @@ mod bare {
     }
 
     /// One `memcpy` per run, all axes as nested loops.
-    pub fn plain_loop(batch: &[Strided<'_>]) {
-        for copy in batch {
-            let [outer, inner] = copy.dims else { continue };
+    pub fn plain_loop(batch: &Strided<'_>) {
+        let [outer, inner] = batch.dims else { return };
+        for at in batch.places {
             for o in 0..outer.count {
                 for i in 0..inner.count {
                     // SAFETY: the bench's own mappings.
                     unsafe {
                         std::ptr::copy_nonoverlapping(
-                            copy.src.add(o * outer.src + i * inner.src),
-                            copy.dst.add(o * outer.dst + i * inner.dst),
-                            copy.run,
+                            at.src.add(o * outer.src + i * inner.src),
+                            at.dst.add(o * outer.dst + i * inner.dst),
+                            batch.run,
                         );
                     }
                 }
@@ -110,7 +111,7 @@ mod bare {
     }
 
     #[cfg(target_arch = "x86_64")]
-    pub fn streaming(batch: &[Strided<'_>]) {
+    pub fn streaming(batch: &Strided<'_>) {
         // SAFETY: `contenders` offers it only where AVX2 is.
         blocks(batch, |dst, src, bytes, _| unsafe {
             nt(dst, src, bytes, std::ptr::null());
@@ -118,7 +119,7 @@ mod bare {
     }
 
     #[cfg(target_arch = "x86_64")]
-    pub fn streaming_l2(batch: &[Strided<'_>]) {
+    pub fn streaming_l2(batch: &Strided<'_>) {
         // SAFETY: `contenders` offers it only where AVX2 is.
         blocks(batch, |dst, src, bytes, next| unsafe {
             nt_l2(dst, src, bytes, if next.is_null() { src } else { next });
@@ -126,7 +127,7 @@ mod bare {
     }
 
     #[cfg(target_arch = "x86_64")]
-    pub fn streaming_prefetch(batch: &[Strided<'_>]) {
+    pub fn streaming_prefetch(batch: &Strided<'_>) {
         // SAFETY: `contenders` offers it only where AVX2 is.
         blocks(batch, |dst, src, bytes, next| unsafe {
             nt(dst, src, bytes, next)
@@ -217,9 +218,9 @@ mod bare {
     }
 }
 
-fn kvferry(batch: &[Strided<'_>]) {
+fn kvferry(batch: &Strided<'_>) {
     // SAFETY: the bench's own mappings.
-    unsafe { run(batch) }
+    unsafe { run(std::slice::from_ref(batch)) }
 }
 
 /// Wall time, or the thread's own time, which a crowded machine disturbs less.
@@ -248,12 +249,12 @@ impl Clock {
 
 struct Contender {
     name: &'static str,
-    copy: fn(&[Strided<'_>]),
+    copy: fn(&Strided<'_>),
     /// Gets one contiguous block of the same size instead of the short runs.
     whole: bool,
 }
 
-const fn contender(name: &'static str, copy: fn(&[Strided<'_>]), whole: bool) -> Contender {
+const fn contender(name: &'static str, copy: fn(&Strided<'_>), whole: bool) -> Contender {
     Contender { name, copy, whole }
 }
 
@@ -325,7 +326,8 @@ impl Case {
         }
     }
 
-    fn batch<'a>(self, dims: &'a [Dim], pool: &Map, dst: &Map, seed: &mut u64) -> Vec<Strided<'a>> {
+    /// Bytes of a run, and where the copies are.
+    fn places(self, dims: &[Dim], pool: &Map, dst: &Map, seed: &mut u64) -> (usize, Vec<Place>) {
         let (run, src_block, dst_block, scattered) = match self {
             Case::Blocks { bytes, .. } => (bytes, bytes, bytes, true),
             Case::Heads { run, scattered, .. } => {
@@ -336,43 +338,42 @@ impl Case {
         let count = self.bytes() / dims.iter().fold(run, |bytes, dim| bytes * dim.count);
         let first = random(seed) % (slots - count + 1);
         let base = random(seed) % ((DST - count * dst_block) / PAGE + 1) * PAGE;
-        (0..count)
+        let places = (0..count)
             .map(|i| {
                 let slot = if scattered {
                     random(seed) % slots
                 } else {
                     first + i
                 };
-                Strided {
+                Place {
                     src: pool.0.wrapping_add(slot * src_block),
                     dst: dst.0.wrapping_add(base + i * dst_block),
-                    run,
-                    dims,
                 }
             })
-            .collect()
+            .collect();
+        (run, places)
     }
 }
 
-/// Every byte of a batch, against the source.
-fn check(batch: &[Strided<'_>], who: &str) -> Result<()> {
+/// Every byte of a copy, against the source.
+fn check(batch: &Strided<'_>, who: &str) -> Result<()> {
     let once = Dim {
         count: 1,
         src: 0,
         dst: 0,
     };
-    for copy in batch {
-        let (outer, inner) = match *copy.dims {
-            [outer, inner] => (outer, inner),
-            _ => (once, once),
-        };
+    let (outer, inner) = match *batch.dims {
+        [outer, inner] => (outer, inner),
+        _ => (once, once),
+    };
+    for at in batch.places {
         for (o, i) in (0..outer.count).flat_map(|o| (0..inner.count).map(move |i| (o, i))) {
-            let src = copy.src.wrapping_add(o * outer.src + i * inner.src);
-            let dst = copy.dst.wrapping_add(o * outer.dst + i * inner.dst);
+            let src = at.src.wrapping_add(o * outer.src + i * inner.src);
+            let dst = at.dst.wrapping_add(o * outer.dst + i * inner.dst);
             // SAFETY: the bench's own mappings, which nothing writes now.
             let same = unsafe {
-                std::slice::from_raw_parts(src, copy.run)
-                    == std::slice::from_raw_parts(dst, copy.run)
+                std::slice::from_raw_parts(src, batch.run)
+                    == std::slice::from_raw_parts(dst, batch.run)
             };
             if !same {
                 return Err(format!("{who} copied wrong bytes").into());
@@ -415,16 +416,21 @@ fn measure(
     for rep in 0..=reps {
         for turn in 0..all.len() {
             let who = (turn + rep) % all.len();
-            let mut batch = case.batch(&dims, pool, dst, seed);
+            let (mut run, mut places) = case.places(&dims, pool, dst, seed);
+            let mut dims = &dims[..];
             if all[who].whole && !dims.is_empty() {
                 let slots = POOL / SHORT_TOTAL;
-                batch = vec![Strided {
+                (run, dims) = (SHORT_TOTAL, &[]);
+                places = vec![Place {
                     src: pool.0.wrapping_add(random(seed) % slots * SHORT_TOTAL),
                     dst: dst.0,
-                    run: SHORT_TOTAL,
-                    dims: &[],
                 }];
             }
+            let batch = Strided {
+                run,
+                dims,
+                places: &places,
+            };
             let start = clock.now();
             (all[who].copy)(&batch);
             let took = clock.now() - start;

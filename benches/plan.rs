@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use kvferry::layout::shapes::{self, Shape, Shard};
 use kvferry::layout::{Coordinates, Group, GroupKind, Layout, Ordinals, Tensor};
-use kvferry::plan::{Binding, Cursor, Plan, Policy, Request};
+use kvferry::plan::{Batch, Binding, Cursor, Plan, Policy, Request};
 
 const LAYERS: u32 = 64;
 const HEADS: u32 = 8;
@@ -129,7 +129,7 @@ fn main() {
             black_box(bind(pair, &neighbours, &neighbours));
         }),
     ));
-    let mut out = Vec::with_capacity(4096);
+    let mut out = Batch::new();
     results.push((
         "bind_4096_and_take_first_ns",
         median(501, || {

@@ -10,7 +10,7 @@ use kvferry::layout::{
     Coordinates, Group, GroupKind, Layout, Ordinals, Role, Section, Tensor, compatible, validate,
     validate_engine,
 };
-use kvferry::plan::{Binding, Pair, Plan, Policy, Request, explain};
+use kvferry::plan::{Batch, Binding, Pair, Plan, Policy, Request, explain};
 
 const AT: Tensor = Tensor { pool: 1, offset: 0 };
 
@@ -968,7 +968,7 @@ fn nothing_to_move_is_fine_in_every_shape() {
     for request in empty {
         let binding = Binding::new(&p, request).expect("nothing to move");
         assert_eq!(binding.bytes(), 0, "{request:?}");
-        let (mut cursor, mut out) = (Default::default(), Vec::new());
+        let (mut cursor, mut out) = (Default::default(), Batch::new());
         assert_eq!(binding.take(&mut cursor, 1 << 20, &mut out), 0);
         assert!(out.is_empty());
     }

@@ -8,7 +8,7 @@ use kvferry::layout::{
     Coordinates, Group, GroupKind, Invariants, Layout, Ordinals, Section, Tensor, validate,
     validate_engine,
 };
-use kvferry::plan::{Binding, Cursor, Plan, Policy, Request, explain_layouts};
+use kvferry::plan::{Batch, Binding, Cursor, Plan, Policy, Request, explain_layouts};
 use proptest::prelude::*;
 
 const POOL: u64 = 1 << 20;
@@ -175,7 +175,7 @@ proptest! {
                     token_end: end,
                 };
                 let Ok(binding) = Binding::new(pair, request) else { continue };
-                let mut out = Vec::new();
+                let mut out = Batch::new();
                 binding.take(&mut Cursor::default(), 4096, &mut out);
                 for p in out.iter().filter(|_| in_memory) {
                     let reach = |axis: fn(&kvferry::plan::Dim) -> u64| {

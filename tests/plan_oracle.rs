@@ -10,7 +10,7 @@ use kvferry::layout::{
     Coordinates, Group, GroupKind, Layout, Ordinals, Role, Section, Strides, Tensor, View,
     validate, validate_engine,
 };
-use kvferry::plan::{Binding, Cursor, Pattern, Plan, Policy, Request};
+use kvferry::plan::{Batch, Binding, Cursor, Pattern, Plan, Policy, Request};
 use proptest::prelude::*;
 
 /// Choices from a list of numbers; 0 is always the simplest one, so that proptest's shrinking of
@@ -560,18 +560,18 @@ fn check(numbers: &[u16]) -> Result<(), TestCaseError> {
                     Binding::new(pair, request).map_err(|e| TestCaseError::fail(e.to_string()))?;
                 let (mut cursor, mut sum) = (Cursor::default(), 0);
                 loop {
-                    let mut patterns = Vec::new();
+                    let mut patterns = Batch::new();
                     let bytes = binding.take(&mut cursor, max_bytes, &mut patterns);
                     prop_assert!(bytes <= max_bytes);
-                    prop_assert_eq!(bytes, patterns.iter().map(Pattern::bytes).sum::<u64>());
+                    prop_assert_eq!(bytes, patterns.iter().map(|p| p.bytes()).sum::<u64>());
                     if bytes == 0 {
                         prop_assert!(patterns.is_empty());
                         break;
                     }
                     sum += bytes;
-                    for p in &patterns {
+                    for p in patterns.iter() {
                         let mut double = None;
-                        each(p, |from, to| match memory.get(&from) {
+                        each(&p, |from, to| match memory.get(&from) {
                             Some(cell) => {
                                 if written.insert(to, *cell).is_some() {
                                     double = Some(to);

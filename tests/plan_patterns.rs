@@ -7,7 +7,7 @@ use std::sync::Arc;
 use kvferry::error::Status;
 use kvferry::layout::shapes::{self, Mamba2, Shape, Shard};
 use kvferry::layout::{Coordinates, Group, GroupKind, Layout, Ordinals, Tensor, View};
-use kvferry::plan::{Binding, Cursor, Dim, Pair, Pattern, Plan, Policy, Request};
+use kvferry::plan::{Batch, Binding, Cursor, Dim, Pair, Pattern, Plan, Policy, Request};
 
 const AT: Tensor = Tensor { pool: 0, offset: 0 };
 const LAYERS: u64 = 4;
@@ -75,11 +75,11 @@ fn take_all(binding: &Binding, max: u64) -> Vec<Vec<Pattern>> {
     let mut cursor = Cursor::default();
     let mut parts = Vec::new();
     loop {
-        let mut out = Vec::new();
+        let mut out = Batch::new();
         if binding.take(&mut cursor, max, &mut out) == 0 {
             return parts;
         }
-        parts.push(out);
+        parts.push(out.iter().collect());
     }
 }
 

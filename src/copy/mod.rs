@@ -32,17 +32,25 @@ pub struct Dim {
     pub dst: usize,
 }
 
-/// One strided copy: `run` bytes from `src` to `dst`, repeated over `dims` (outermost first).
+/// Where a copy starts.
 #[derive(Clone, Copy, Debug)]
-pub struct Strided<'a> {
+pub struct Place {
     /// First source byte.
     pub src: *const u8,
     /// First destination byte.
     pub dst: *mut u8,
+}
+
+/// A strided copy, done at each of its places in turn: `run` bytes, repeated over `dims` (outermost
+/// first).
+#[derive(Clone, Copy, Debug)]
+pub struct Strided<'a> {
     /// Contiguous bytes.
     pub run: usize,
     /// Axes.
     pub dims: &'a [Dim],
+    /// Where.
+    pub places: &'a [Place],
 }
 
 impl Strided<'_> {
@@ -50,7 +58,9 @@ impl Strided<'_> {
     fn bytes(&self) -> usize {
         self.dims
             .iter()
-            .fold(self.run, |bytes, dim| bytes.saturating_mul(dim.count))
+            .map(|dim| dim.count)
+            .fold(self.run, usize::saturating_mul)
+            .saturating_mul(self.places.len())
     }
 }
 

@@ -1,6 +1,6 @@
 //! Flattens a strided copy into rows. Pointer arithmetic only: nothing here touches memory.
 
-use super::{Dim, Strided};
+use super::{Dim, Place, Strided};
 
 /// Bytes that prefetching leads the copy by: enough to keep the line fill buffers busy across a
 /// page walk, little enough to stay in L1 and L2.
@@ -19,16 +19,19 @@ const CHUNK: usize = 32;
 /// stores of two rows in the processor's store queue, and that costs a third of the speed of 4 KiB
 /// blocks.
 pub(super) fn each(batch: &[Strided<'_>], mut copy: impl FnMut(&[Row], &[Row])) {
-    let mut source = batch.iter().flat_map(Rows::new);
+    let mut source = Source {
+        batch,
+        current: Rows::NONE,
+    };
     let mut rows = [Row::EMPTY; CHUNK];
-    let mut held = fill(&mut rows, &mut source);
+    let mut held = source.fill(&mut rows);
     // Batches are mostly uniform: the first row tells how many make up the lead.
     let lead = (LEAD / rows[0].bytes().max(1)).clamp(1, LEAD_ROWS);
     while held == CHUNK {
         let ready = CHUNK - lead;
         copy(&rows[..ready], &rows[lead..]);
         rows.copy_within(ready.., 0);
-        held = lead + fill(&mut rows[lead..], &mut source);
+        held = lead + source.fill(&mut rows[lead..]);
     }
     let mut later = [Row::EMPTY; CHUNK];
     let ahead = held.saturating_sub(lead);
@@ -36,12 +39,24 @@ pub(super) fn each(batch: &[Strided<'_>], mut copy: impl FnMut(&[Row], &[Row])) 
     copy(&rows[..held], &later[..held]);
 }
 
-/// Fills `rows` from the front; returns how many there were.
-fn fill(rows: &mut [Row], source: &mut impl Iterator<Item = Row>) -> usize {
-    rows.iter_mut()
-        .zip(source)
-        .map(|(row, next)| *row = next)
-        .count()
+/// The rows of a batch.
+struct Source<'a> {
+    batch: &'a [Strided<'a>],
+    current: Rows<'a>,
+}
+
+impl Source<'_> {
+    /// Fills `rows` from the front; returns how many there were.
+    fn fill(&mut self, rows: &mut [Row]) -> usize {
+        let mut filled = 0;
+        loop {
+            filled += self.current.fill(&mut rows[filled..]);
+            let ([next, rest @ ..], true) = (self.batch, filled < rows.len()) else {
+                return filled;
+            };
+            (self.current, self.batch) = (Rows::new(next), rest);
+        }
+    }
 }
 
 /// `run` bytes, repeated `count` times along one axis.
@@ -72,22 +87,45 @@ impl Row {
     }
 }
 
-/// The rows of one strided copy, in order; none of them is empty.
+/// The rows of one strided copy at all its places, in order; none of them is empty.
 ///
 /// The innermost axis becomes the row, the next one is stepped with a counter, and the axes outside
 /// those two are found from a linear index: any number of axes, no allocation, and the divisions
 /// are paid once per round of the middle axis.
 pub(super) struct Rows<'a> {
     row: Row,
-    origin: (*const u8, *mut u8),
     middle: Dim,
-    middle_left: usize,
     outer: &'a [Dim],
-    outer_at: usize,
-    outer_count: usize,
+    /// Rounds of the middle axis at one place; 0: nothing is left.
+    rounds: usize,
+    /// Those places that are not begun.
+    places: &'a [Place],
+    origin: Place,
+    /// Rows left of this round, and the round's index; none left: the next place is to begin.
+    left: usize,
+    round: usize,
 }
 
 impl<'a> Rows<'a> {
+    /// No rows.
+    const NONE: Rows<'static> = Rows {
+        row: Row::EMPTY,
+        middle: Dim {
+            count: 0,
+            src: 0,
+            dst: 0,
+        },
+        outer: &[],
+        rounds: 0,
+        places: &[],
+        origin: Place {
+            src: std::ptr::null(),
+            dst: std::ptr::null_mut(),
+        },
+        left: 0,
+        round: 0,
+    };
+
     pub fn new(copy: &Strided<'a>) -> Self {
         let mut run = copy.run;
         let mut dims = copy.dims;
@@ -109,46 +147,70 @@ impl<'a> Rows<'a> {
             dims = outer;
         }
         let middle = pop(&mut dims);
-        let outer_count = dims
+        let rounds = dims
             .iter()
             .fold(1usize, |count, axis| count.saturating_mul(axis.count));
-        let empty = run == 0 || inner.count == 0 || middle.count == 0;
+        let empty = run == 0 || inner.count == 0 || middle.count == 0 || rounds == 0;
         Rows {
             row: Row {
-                src: copy.src,
-                dst: copy.dst,
                 run,
                 count: inner.count,
                 src_stride: inner.src,
                 dst_stride: inner.dst,
+                ..Row::EMPTY
             },
-            origin: (copy.src, copy.dst),
             middle,
-            middle_left: middle.count,
             outer: dims,
-            outer_at: 0,
-            outer_count: if empty { 0 } else { outer_count },
+            rounds,
+            places: if empty { &[] } else { copy.places },
+            round: rounds, // of no place yet
+            ..Rows::NONE
         }
     }
 
-    /// Moves to the first row of the next outer index.
-    fn step_outer(&mut self) {
-        self.outer_at += 1;
-        if self.outer_at >= self.outer_count {
-            return;
+    /// Fills `rows` from the front; returns how many there were.
+    fn fill(&mut self, rows: &mut [Row]) -> usize {
+        if self.middle.count == 1 && self.rounds == 1 {
+            // The common case, a row at each place.
+            let count = rows.len().min(self.places.len());
+            let (now, later) = self.places.split_at(count);
+            for (row, place) in rows.iter_mut().zip(now) {
+                *row = Row {
+                    src: place.src,
+                    dst: place.dst,
+                    ..self.row
+                };
+            }
+            self.places = later;
+            return count;
         }
-        let (mut src, mut dst) = self.origin;
-        let mut index = self.outer_at;
+        rows.iter_mut()
+            .zip(self)
+            .map(|(row, next)| *row = next)
+            .count()
+    }
+
+    /// Moves to the first row of the next round, at the next place if need be; false: there is none.
+    fn step(&mut self) -> bool {
+        self.round = self.round.saturating_add(1);
+        if self.round >= self.rounds {
+            let Some((next, later)) = self.places.split_first() else {
+                return false;
+            };
+            (self.origin, self.places, self.round) = (*next, later, 0);
+        }
+        let Place { mut src, mut dst } = self.origin;
+        let mut index = self.round;
         for axis in self.outer.iter().rev() {
-            // No axis is empty here: `outer_count` would be 0.
+            // No axis is empty here: there would be no places.
             let at = index % axis.count;
             index /= axis.count;
             src = src.wrapping_add(at.wrapping_mul(axis.src));
             dst = dst.wrapping_add(at.wrapping_mul(axis.dst));
         }
-        self.row.src = src;
-        self.row.dst = dst;
-        self.middle_left = self.middle.count;
+        (self.row.src, self.row.dst) = (src, dst);
+        self.left = self.middle.count;
+        true
     }
 }
 
@@ -156,17 +218,13 @@ impl Iterator for Rows<'_> {
     type Item = Row;
 
     fn next(&mut self) -> Option<Row> {
-        if self.outer_at >= self.outer_count {
+        if self.left == 0 && !self.step() {
             return None;
         }
         let row = self.row;
-        self.middle_left -= 1;
-        if self.middle_left == 0 {
-            self.step_outer();
-        } else {
-            self.row.src = row.src.wrapping_add(self.middle.src);
-            self.row.dst = row.dst.wrapping_add(self.middle.dst);
-        }
+        self.left -= 1;
+        self.row.src = row.src.wrapping_add(self.middle.src);
+        self.row.dst = row.dst.wrapping_add(self.middle.dst);
         Some(row)
     }
 }

@@ -41,12 +41,19 @@ impl Shape {
         at
     }
 
-    fn strided(&self, src: *const u8, dst: *mut u8) -> Strided<'_> {
-        Strided {
+    fn place(&self, src: *const u8, dst: *mut u8) -> Place {
+        Place {
             src: src.wrapping_add(self.src),
             dst: dst.wrapping_add(self.dst),
+        }
+    }
+
+    /// With places of the same run and axes.
+    fn strided<'a>(&'a self, places: &'a [Place]) -> Strided<'a> {
+        Strided {
             run: self.run,
             dims: &self.dims,
+            places,
         }
     }
 }
@@ -95,7 +102,15 @@ fn check(shapes: &[Shape], who: &str, copy: impl FnOnce(&[Strided<'_>])) {
     }
     to.slice(dst_end).fill(CANARY);
     let (src, dst) = (from.base(), to.base());
-    let batch: Vec<_> = shapes.iter().map(|shape| shape.strided(src, dst)).collect();
+    let places: Vec<_> = shapes.iter().map(|shape| shape.place(src, dst)).collect();
+    // Those of one shape that follow each other are one copy at several places.
+    let mut batch = Vec::new();
+    let mut left = &places[..];
+    for alike in shapes.chunk_by(|a, b| a.run == b.run && a.dims == b.dims) {
+        let (now, later) = left.split_at(alike.len());
+        batch.push(alike[0].strided(now));
+        left = later;
+    }
     copy(&batch);
     let got = to.slice(dst_end);
     if got != want {
@@ -314,11 +329,14 @@ fn nothing_to_do() {
             dst: 64,
         },
     ];
-    let nothing = Strided {
+    let place = Place {
         src: std::ptr::null(),
         dst: std::ptr::null_mut(),
+    };
+    let nothing = Strided {
         run: 64,
         dims: &dims,
+        places: &[place, place],
     };
     for kernel in kernels() {
         // SAFETY: nothing is read or written.
@@ -330,13 +348,13 @@ fn nothing_to_do() {
 
 /// The rows of one copy of 64-byte runs that starts at 0.
 fn rows_of(dims: &[Dim]) -> Vec<Row> {
-    Rows::new(&Strided {
+    let place = Place {
         src: std::ptr::null(),
         dst: std::ptr::null_mut(),
-        run: 64,
-        dims,
-    })
-    .collect()
+    };
+    let places = &[place];
+    let run = 64;
+    Rows::new(&Strided { run, dims, places }).collect()
 }
 
 #[test]
@@ -432,20 +450,31 @@ fn rows_go_outermost_first() {
 fn the_later_row_is_one_lead_ahead() {
     for (run, lead) in [(LEAD / 4, 4), (LEAD, 1), (10 * LEAD, 1), (64, 8)] {
         for count in [0, 1, 2, 31, 32, 33, 100] {
-            let batch: Vec<_> = (0..count)
-                .map(|i| Strided {
+            let places: Vec<_> = (0..count)
+                .map(|i| Place {
                     src: std::ptr::without_provenance(i + 1),
                     dst: std::ptr::null_mut(),
-                    run,
-                    dims: &[],
                 })
                 .collect();
-            let mut pairs = Vec::new();
-            rows::each(&batch, |rows, later| {
-                assert_eq!(rows.len(), later.len());
-                let pair = |(a, b): (&Row, &Row)| (a.src.addr(), b.src.addr(), b.count);
-                pairs.extend(rows.iter().zip(later).map(pair));
+            // However they are given: together, alone, and by three.
+            let by = |size| {
+                places.chunks(size).map(|places| Strided {
+                    run,
+                    dims: &[],
+                    places,
+                })
+            };
+            let [pairs, alone, by_three] = [count.max(1), 1, 3].map(|size| {
+                let batch: Vec<_> = by(size).collect();
+                let mut pairs = Vec::new();
+                rows::each(&batch, |rows, later| {
+                    assert_eq!(rows.len(), later.len());
+                    let pair = |(a, b): (&Row, &Row)| (a.src.addr(), b.src.addr(), b.count);
+                    pairs.extend(rows.iter().zip(later).map(pair));
+                });
+                pairs
             });
+            assert_eq!((&alone, &by_three), (&pairs, &pairs));
             let want: Vec<_> = (1..=count)
                 .map(|i| {
                     if i + lead <= count {

@@ -6,7 +6,7 @@ use super::form::{Piece, Segment};
 use super::lower::{Template, TemplateKind};
 use super::meeting::Meeting;
 use super::table::{Segments, Table, Walk, check_ids};
-use super::{Pair, Pattern};
+use super::{Batch, Pair, Pattern, Place};
 use crate::bail;
 use crate::error::Result;
 
@@ -232,7 +232,7 @@ impl Binding {
     /// advances the cursor. Returns their bytes; 0 = no more.
     ///
     /// A contiguous run is split only if it alone is longer than `max_bytes`.
-    pub fn take(&self, cursor: &mut Cursor, max_bytes: u64, out: &mut Vec<Pattern>) -> u64 {
+    pub fn take(&self, cursor: &mut Cursor, max_bytes: u64, out: &mut Batch) -> u64 {
         let template = self.template();
         let Some(meeting) = &template.meeting else {
             return 0;
@@ -242,6 +242,10 @@ impl Binding {
         let mut sum = 0;
         while let Some(piece) = template.pieces.get(cursor.piece) {
             while cursor.segment < per_piece {
+                sum += self.take_whole(meeting, piece, cursor, max_bytes - sum, out);
+                if sum == max_bytes {
+                    return sum;
+                }
                 let Some(pattern) = self.pattern(template, meeting, piece, cursor.segment) else {
                     break;
                 };
@@ -270,6 +274,37 @@ impl Binding {
         sum
     }
 
+    /// Of single blocks, as many as fit: the common case, without a look at each.
+    fn take_whole(
+        &self,
+        meeting: &Meeting,
+        piece: &Piece,
+        cursor: &mut Cursor,
+        max_bytes: u64,
+        out: &mut Batch,
+    ) -> u64 {
+        let (Segments::Single(pairs), 0, 1) = (&self.segments, cursor.taken, meeting.ratio())
+        else {
+            return 0;
+        };
+        let left = pairs.get(cursor.segment..).unwrap_or_default();
+        let form = &self.template().forms[piece.form];
+        let shape = form.whole(piece);
+        let bytes = shape.bytes();
+        let count = (max_bytes / bytes.max(1)).min(left.len() as u64) as usize;
+        if count == 0 {
+            return 0;
+        }
+        let slot = form.axes().slot;
+        let places = left[..count].iter().map(|(src, dst)| Place {
+            src: piece.src + u64::from(*src) * slot.src,
+            dst: piece.dst + u64::from(*dst) * slot.dst,
+        });
+        out.extend(&shape, places);
+        cursor.segment += count;
+        bytes * count as u64
+    }
+
     fn pattern(&self, t: &Template, m: &Meeting, at: &Piece, segment: usize) -> Option<Pattern> {
         match self.segments.get(segment) {
             Some(s) => Some(t.pattern(at, m, &s, m.tokens)),
@@ -280,7 +315,7 @@ impl Binding {
 
 /// Appends at most `max` bytes of a pattern from byte `from` of its iteration order on, whole
 /// runs only unless `cut_run`. Returns the bytes.
-fn split(p: &Pattern, from: u64, max: u64, cut_run: bool, out: &mut Vec<Pattern>) -> u64 {
+fn split(p: &Pattern, from: u64, max: u64, cut_run: bool, out: &mut Batch) -> u64 {
     let mut at = from;
     let end = from + max;
     let total = p.bytes();

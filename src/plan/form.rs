@@ -143,6 +143,18 @@ impl Form {
         &self.axes
     }
 
+    /// The copy of a piece for one whole block of the coarser side, wherever it is.
+    pub fn whole(&self, at: &Piece) -> Pattern {
+        Pattern {
+            src_pool: at.src_pool,
+            dst_pool: at.dst_pool,
+            run: self.coarse.run,
+            dims: self.coarse.dims,
+            rank: self.coarse.rank,
+            ..Pattern::default()
+        }
+    }
+
     /// The copy of a piece for a segment. `tokens` < a fine block's only for a single one.
     pub fn pattern(&self, at: &Piece, meeting: &Meeting, seg: &Segment, tokens: u64) -> Pattern {
         let src_is_coarse = meeting.src.ratio > 1;

@@ -8,6 +8,7 @@
 //! layers and heads into strided pieces (`form` coalesces their axes), `bind` adds slots and a token range (`table` pairs the
 //! blocks, `meeting` knows which ones two ranks both own).
 
+mod batch;
 mod bind;
 mod explain;
 pub mod file;
@@ -24,6 +25,7 @@ use crate::error::{Result, Status::KVF_ERR_INVALID_ARGUMENT};
 use crate::layout::{Layout, compatible, complete};
 use crate::{bail, err};
 
+pub use batch::{Batch, Place};
 pub use bind::{Binding, Cursor, Request};
 pub use explain::{Explanation, Span, TransferRow, UncoveredRow, explain, explain_layouts};
 pub use reshard::{LayerAt, Share, Uncovered};

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use super::span::{COPY_BYTES, Scratch, Source, copy_patterns};
+use super::span::{COPY_BYTES, Scratch, Source, copy_batch};
 use super::{DataPath, ReadJob};
 use crate::bail;
 use crate::error::Result;
 use crate::memory::{Entered, LeaseTable, NONCE_BYTES, Pool};
-use crate::plan::Pattern;
+use crate::plan::Batch;
 
 /// Reads another agent of this process. Holding its pools keeps their memory mapped (shared) or
 /// registered; the source agent must see the path dropped before it says "may be freed now".
@@ -47,13 +47,13 @@ impl InprocPath {
     /// Copies what is host memory on both sides.
     pub(super) fn copy_batch<'a>(
         &'a self,
-        batch: &[Pattern],
+        batch: &Batch,
         job_pool: impl Fn(u32) -> Option<&'a Pool>,
         whole: u64,
         scratch: &mut Scratch,
     ) -> Result<u64> {
-        copy_patterns(
-            batch.iter(),
+        copy_batch(
+            batch.shapes(),
             |id| self.pool(id).filter(|p| !p.is_device()).map(Source::from),
             job_pool,
             whole,
@@ -62,8 +62,8 @@ impl InprocPath {
     }
 
     /// Keeps the source's pools open for one piece.
-    pub(super) fn enter(&self, batch: &[Pattern]) -> Result<Vec<Entered<'_>>> {
-        let mut ids: Vec<u32> = batch.iter().map(|p| p.src_pool).collect();
+    pub(super) fn enter(&self, batch: &Batch) -> Result<Vec<Entered<'_>>> {
+        let mut ids: Vec<u32> = batch.shapes().map(|(shape, _)| shape.src_pool).collect();
         ids.sort_unstable();
         ids.dedup();
         let pools = ids.iter().filter_map(|id| self.pools.get(id));
@@ -90,7 +90,7 @@ impl DataPath for InprocPath {
     }
 
     fn run(&self, job: &ReadJob) -> Result<()> {
-        let (mut batch, mut scratch) = (Vec::new(), Scratch::default());
+        let (mut batch, mut scratch) = (Batch::new(), Scratch::default());
         while job.next(COPY_BYTES, &mut batch) {
             // The source agent waits for these before it says "may be freed now".
             let _open = self.enter(&batch)?;

@@ -20,7 +20,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 use crate::error::{Error, Result, Status};
 use crate::memory::Pool;
 use crate::observe::fault;
-use crate::plan::{Binding, Cursor, Pattern};
+use crate::plan::{Batch, Binding, Cursor};
 use crate::runtime::Wake;
 use crate::wire;
 
@@ -125,7 +125,7 @@ impl ReadJob {
     /// several end at about the same time, however late one of them started or how often it was
     /// held up; at least `least` bytes if there are as many, at most [`PIECE_BYTES`]. False:
     /// nothing is left, or the job was cancelled.
-    pub fn next(&self, least: u64, out: &mut Vec<Pattern>) -> bool {
+    pub fn next(&self, least: u64, out: &mut Batch) -> bool {
         let mut position = self.position();
         let share = match self.workers.load(Ordering::Relaxed) {
             1 => PIECE_BYTES,
@@ -136,13 +136,13 @@ impl ReadJob {
     }
 
     /// As [`Self::next`], at most as many bytes as `most` says for the binding that they are of.
-    pub fn next_of(&self, most: impl Fn(&Binding) -> u64, out: &mut Vec<Pattern>) -> bool {
+    pub fn next_of(&self, most: impl Fn(&Binding) -> u64, out: &mut Batch) -> bool {
         self.take(&mut self.position(), most, out).is_some()
     }
 
     /// Appends the next pieces to `out`, together at most `max_bytes`; tells where they begin:
     /// index of the binding and position in it. `None` as [`Self::next`]'s false.
-    pub fn next_at(&self, max_bytes: u64, out: &mut Vec<Pattern>) -> Option<(usize, Cursor)> {
+    pub fn next_at(&self, max_bytes: u64, out: &mut Batch) -> Option<(usize, Cursor)> {
         self.take(&mut self.position(), |_| max_bytes, out)
     }
 
@@ -157,7 +157,7 @@ impl ReadJob {
         &self,
         at: &mut Position,
         most: impl Fn(&Binding) -> u64,
-        out: &mut Vec<Pattern>,
+        out: &mut Batch,
     ) -> Option<(usize, Cursor)> {
         while !self.is_cancelled()
             && let Some(binding) = self.bindings.get(at.binding)

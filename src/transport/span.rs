@@ -3,11 +3,12 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use crate::copy::{self, Strided};
 use crate::error::Result;
 use crate::memory::{Mapping, Pool};
-use crate::plan::Pattern;
+use crate::plan::{Pattern, Place};
 use crate::{bail, err};
 
 /// A readable range of this process that is not written through.
@@ -52,33 +53,59 @@ pub(super) fn unknown_pool(side: &str, id: u32) -> crate::error::Error {
 /// # Errors
 /// `KVF_ERR_TRANSFER` naming pool, range and size: such a pattern was never proven by a plan.
 pub(super) fn check(pattern: &Pattern, src_bytes: u64, dst_bytes: u64) -> Result<u64> {
-    let Some(extent) = Extent::of(pattern) else {
-        bail!(KVF_ERR_TRANSFER, "a copy of {pattern:?} overflows");
+    let place = Place {
+        src: pattern.src_offset,
+        dst: pattern.dst_offset,
+    };
+    check_all(pattern, &[place], src_bytes, dst_bytes)
+}
+
+/// As [`check`], for one shape at many places; returns how many bytes all of them move together.
+///
+/// # Errors
+/// As for [`check`], for the first place that is wrong.
+pub(super) fn check_all(
+    shape: &Pattern,
+    places: &[Place],
+    src_bytes: u64,
+    dst_bytes: u64,
+) -> Result<u64> {
+    let Some(extent) = Extent::of(shape) else {
+        bail!(KVF_ERR_TRANSFER, "a copy of {shape:?} overflows");
     };
     if extent.bytes == 0 {
         return Ok(0);
     }
-    let inside =
-        |offset: u64, len: u64, bytes: u64| offset.checked_add(len).is_some_and(|end| end <= bytes);
-    if !inside(pattern.src_offset, extent.src, src_bytes) {
-        bail!(
-            KVF_ERR_TRANSFER,
-            "a copy reads {} bytes from offset {} of the peer's pool {}, which has {src_bytes}",
-            extent.src,
-            pattern.src_offset,
-            pattern.src_pool
-        );
-    }
-    if !inside(pattern.dst_offset, extent.dst, dst_bytes) {
+    let outside = |offset: u64, len: u64, bytes: u64| offset > bytes || len > bytes - offset;
+    let wrong = |place: &&Place| {
+        outside(place.src, extent.src, src_bytes) || outside(place.dst, extent.dst, dst_bytes)
+    };
+    if let Some(place) = places.iter().find(wrong) {
+        if outside(place.src, extent.src, src_bytes) {
+            bail!(
+                KVF_ERR_TRANSFER,
+                "a copy reads {} bytes from offset {} of the peer's pool {}, which has {src_bytes}",
+                extent.src,
+                place.src,
+                shape.src_pool
+            );
+        }
         bail!(
             KVF_ERR_TRANSFER,
             "a copy writes {} bytes from offset {} of our pool {}, which has {dst_bytes}",
             extent.dst,
-            pattern.dst_offset,
-            pattern.dst_pool
+            place.dst,
+            shape.dst_pool
         );
     }
-    Ok(extent.bytes)
+    match extent.bytes.checked_mul(places.len() as u64) {
+        Some(bytes) => Ok(bytes),
+        None => bail!(
+            KVF_ERR_TRANSFER,
+            "{} copies of {shape:?} overflow",
+            places.len()
+        ),
+    }
 }
 
 /// The host cannot write there; only a path that knows devices can.
@@ -132,11 +159,20 @@ pub(super) struct Runs<'a> {
 
 impl<'a> Runs<'a> {
     pub(super) fn new(pattern: &'a Pattern) -> Self {
-        Self {
-            pattern,
-            index: [0; crate::plan::MAX_DIMS],
+        let place = Place {
             src: pattern.src_offset,
             dst: pattern.dst_offset,
+        };
+        Self::at(pattern, place)
+    }
+
+    /// The runs of the same copy at another place.
+    pub(super) fn at(shape: &'a Pattern, place: Place) -> Self {
+        Self {
+            pattern: shape,
+            index: [0; crate::plan::MAX_DIMS],
+            src: place.src,
+            dst: place.dst,
             done: false,
         }
     }
@@ -167,20 +203,19 @@ impl Iterator for Runs<'_> {
     }
 }
 
-/// Buffers of [`copy_patterns`], kept from one batch to the next.
+/// Buffers of [`copy_batch`], kept from one batch to the next.
 #[derive(Default)]
 pub(super) struct Scratch {
     dims: Vec<copy::Dim>,
-    placed: Vec<Placed>,
+    places: Vec<copy::Place>,
+    checked: Vec<Checked>,
 }
 
-/// A checked pattern with its addresses.
-struct Placed {
-    src: *const u8,
-    dst: *mut u8,
+/// A checked shape: its bytes, axes and places.
+struct Checked {
     run: usize,
-    first_dim: usize,
-    rank: usize,
+    dims: Range<usize>,
+    places: Range<usize>,
 }
 
 /// Copies a batch whose source pools this process can address; returns the bytes written. `whole`
@@ -191,33 +226,34 @@ struct Placed {
 /// # Errors
 /// `KVF_ERR_TRANSFER` for an unknown pool, a range outside of its pool, or a destination that is
 /// also a source.
-pub(super) fn copy_patterns<'p, 'a>(
-    batch: impl Iterator<Item = &'p Pattern> + Clone,
+pub(super) fn copy_batch<'p, 'a>(
+    batch: impl Iterator<Item = (&'p Pattern, &'p [Place])> + Clone,
     source: impl Fn(u32) -> Option<Source<'a>>,
     job_pool: impl Fn(u32) -> Option<&'a Pool>,
     whole: u64,
     scratch: &mut Scratch,
 ) -> Result<u64> {
     scratch.dims.clear();
-    scratch.placed.clear();
+    scratch.places.clear();
+    scratch.checked.clear();
     let mut bytes = 0;
     let mut shared_range = false;
-    // Neighbouring patterns mostly use the same two pools.
+    // Neighbouring shapes mostly use the same two pools.
     let mut known: Option<(u32, u32, Source<'a>, &'a Pool)> = None;
-    for pattern in batch.clone() {
+    for (shape, places) in batch.clone() {
         let (src, dst) = match known {
             Some((src_id, dst_id, src, dst))
-                if (src_id, dst_id) == (pattern.src_pool, pattern.dst_pool) =>
+                if (src_id, dst_id) == (shape.src_pool, shape.dst_pool) =>
             {
                 (src, dst)
             }
             _ => {
-                let src = source(pattern.src_pool)
-                    .ok_or_else(|| unknown_pool("the peer", pattern.src_pool))?;
-                let dst = job_pool(pattern.dst_pool)
-                    .ok_or_else(|| unknown_pool("this side", pattern.dst_pool))?;
+                let src = source(shape.src_pool)
+                    .ok_or_else(|| unknown_pool("the peer", shape.src_pool))?;
+                let dst = job_pool(shape.dst_pool)
+                    .ok_or_else(|| unknown_pool("this side", shape.dst_pool))?;
                 refuse_device(dst)?;
-                known = Some((pattern.src_pool, pattern.dst_pool, src, dst));
+                known = Some((shape.src_pool, shape.dst_pool, src, dst));
                 shared_range |= overlap(
                     (src.base.addr() as u64, src.bytes),
                     (dst.base().addr() as u64, dst.bytes()),
@@ -225,43 +261,42 @@ pub(super) fn copy_patterns<'p, 'a>(
                 (src, dst)
             }
         };
-        let moved = check(pattern, src.bytes, dst.bytes())?;
+        let moved = check_all(shape, places, src.bytes, dst.bytes())?;
         if moved == 0 {
             continue;
         }
         bytes += moved;
-        let rank = usize::from(pattern.rank);
-        // All lossless: `check` has bounded them by the size of a mapped range.
-        let first_dim = scratch.dims.len();
+        // All lossless: `check_all` has bounded them by the size of a mapped range.
+        let (first_dim, first_place) = (scratch.dims.len(), scratch.places.len());
         scratch
             .dims
-            .extend(pattern.dims[..rank].iter().map(|dim| copy::Dim {
+            .extend(shape.axes().iter().map(|dim| copy::Dim {
                 count: dim.count as usize,
                 src: dim.src as usize,
                 dst: dim.dst as usize,
             }));
-        scratch.placed.push(Placed {
-            src: src.base.wrapping_add(pattern.src_offset as usize),
-            dst: dst.base().wrapping_add(pattern.dst_offset as usize),
-            run: pattern.run as usize,
-            first_dim,
-            rank,
+        scratch
+            .places
+            .extend(places.iter().map(|place| copy::Place {
+                src: src.base.wrapping_add(place.src as usize),
+                dst: dst.base().wrapping_add(place.dst as usize),
+            }));
+        scratch.checked.push(Checked {
+            run: shape.run as usize,
+            dims: first_dim..scratch.dims.len(),
+            places: first_place..scratch.places.len(),
         });
     }
     if shared_range {
         refuse_overlap(batch, &source, &job_pool)?;
     }
-    let strided: Vec<Strided<'_>> = scratch
-        .placed
-        .iter()
-        .map(|at| Strided {
-            src: at.src,
-            dst: at.dst,
-            run: at.run,
-            dims: &scratch.dims[at.first_dim..at.first_dim + at.rank],
-        })
-        .collect();
-    // SAFETY: `check` has put every byte inside its pool or mapping, which the callers' borrows
+    let of = |checked: &Checked| Strided {
+        run: checked.run,
+        dims: &scratch.dims[checked.dims.clone()],
+        places: &scratch.places[checked.places.clone()],
+    };
+    let strided: Vec<Strided<'_>> = scratch.checked.iter().map(of).collect();
+    // SAFETY: `check_all` has put every byte inside its pool or mapping, which the callers' borrows
     // keep; pools are readable and writable by `Pool`'s contract, mappings readable by `Mapping`'s.
     // Source and destination are disjoint: either their ranges have no address in common or
     // `refuse_overlap` has compared the runs.
@@ -277,21 +312,23 @@ pub(super) fn overlap(a: (u64, u64), b: (u64, u64)) -> bool {
 /// Compares all source runs with all destination runs of a checked batch. Only for the rare case
 /// of one range registered on both sides; interleaved strides make the extents useless there.
 fn refuse_overlap<'p, 'a>(
-    batch: impl Iterator<Item = &'p Pattern>,
+    batch: impl Iterator<Item = (&'p Pattern, &'p [Place])>,
     source: &impl Fn(u32) -> Option<Source<'a>>,
     job_pool: &impl Fn(u32) -> Option<&'a Pool>,
 ) -> Result<()> {
     let (mut reads, mut writes) = (Vec::new(), Vec::new());
-    for pattern in batch {
-        let (Some(src), Some(dst)) = (source(pattern.src_pool), job_pool(pattern.dst_pool)) else {
+    for (shape, places) in batch {
+        let (Some(src), Some(dst)) = (source(shape.src_pool), job_pool(shape.dst_pool)) else {
             continue;
         };
-        if check(pattern, src.bytes, dst.bytes())? == 0 {
+        if check_all(shape, places, src.bytes, dst.bytes())? == 0 {
             continue;
         }
-        for (from, to) in Runs::new(pattern) {
-            reads.push((src.base.addr() as u64 + from, pattern.run));
-            writes.push((dst.base().addr() as u64 + to, pattern.run));
+        for place in places {
+            for (from, to) in Runs::at(shape, *place) {
+                reads.push((src.base.addr() as u64 + from, shape.run));
+                writes.push((dst.base().addr() as u64 + to, shape.run));
+            }
         }
     }
     refuse_common(reads, writes)

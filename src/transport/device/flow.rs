@@ -9,9 +9,9 @@ use crate::cuda::{Context, Copy, Devices, Lane, MAX_DIMS, Waited};
 use crate::error::Result;
 use crate::memory::{OnDevice, Pool};
 use crate::observe::fault;
-use crate::plan::Pattern;
+use crate::plan::{Batch, Pattern};
 use crate::transport::ReadJob;
-use crate::transport::span::{Scratch, Source, copy_patterns};
+use crate::transport::span::{Scratch, Source, copy_batch};
 use crate::{bail, err};
 
 /// Batches under way: one is copied while the next one is read or received.
@@ -37,7 +37,7 @@ struct UnderWay<'a> {
     /// Keeps the source's pools of this process open.
     open: Rc<Open<'a>>,
     /// What is copied from the lane's buffer to host memory afterwards.
-    land: Vec<Pattern>,
+    land: Batch,
     bytes: u64,
     /// The device writes memory of the job.
     writes: bool,
@@ -76,7 +76,7 @@ impl<'a> Flow<'a> {
         &mut self,
         mut lane: Lane,
         open: Rc<Open<'a>>,
-        land: Vec<Pattern>,
+        land: Batch,
         bytes: u64,
     ) -> Result<()> {
         let writes = land.is_empty();
@@ -141,8 +141,8 @@ impl<'a> Flow<'a> {
         }
         let staging = staging(&mut batch.lane)?.0;
         let job = self.job;
-        copy_patterns(
-            batch.land.iter(),
+        copy_batch(
+            batch.land.shapes(),
             |_| Some(Source::from(&staging)),
             |id| job.pool(id).map(|pool| &**pool),
             job.bytes(),

@@ -27,7 +27,7 @@ use crate::cuda::{Context, Copy, Devices, Mapping};
 use crate::error::Result;
 use crate::memory::{Entered, Pool};
 use crate::observe::fault;
-use crate::plan::{Binding, Pattern};
+use crate::plan::{Batch, Binding};
 use flow::{Flow, context, device_copy, staging};
 use pack::{into_staging, out_of_staging};
 
@@ -128,9 +128,9 @@ struct Work {
     direct: Vec<Copy>,
     direct_bytes: u64,
     /// Host to device.
-    up: Vec<Pattern>,
+    up: Batch,
     /// Device to host.
-    down: Vec<Pattern>,
+    down: Batch,
 }
 
 impl DevicePath {
@@ -158,7 +158,7 @@ impl DevicePath {
         }
     }
 
-    fn enter(&self, batch: &[Pattern]) -> Result<Open<'_>> {
+    fn enter(&self, batch: &Batch) -> Result<Open<'_>> {
         let entered = match &self.host {
             HostPath::Inproc(path) => path.enter(batch)?,
             HostPath::Shm(_) => Vec::new(),
@@ -171,7 +171,7 @@ impl DevicePath {
             return Ok(open);
         }
         let all = self.mapped.read().unwrap_or_else(PoisonError::into_inner);
-        for id in batch.iter().map(|pattern| pattern.src_pool) {
+        for id in batch.shapes().map(|(shape, _)| shape.src_pool) {
             if !self.exported.contains(&id) || open.mapped.iter().any(|(known, _)| *known == id) {
                 continue;
             }
@@ -185,7 +185,7 @@ impl DevicePath {
 
     fn copy_on_host<'a>(
         &'a self,
-        batch: &[Pattern],
+        batch: &Batch,
         job: &'a ReadJob,
         pool: impl Fn(u32) -> Option<&'a Pool>,
         buffers: &mut Buffers,
@@ -200,21 +200,21 @@ impl DevicePath {
     /// Sorts a batch by the context that does it; the rest is the host's.
     fn sort(
         &self,
-        batch: &[Pattern],
+        batch: &Batch,
         job: &ReadJob,
         open: &Open<'_>,
-        host: &mut Vec<Pattern>,
+        host: &mut Batch,
     ) -> Result<BTreeMap<Context, Work>> {
         let mut all: BTreeMap<Context, Work> = BTreeMap::new();
         let mut common = false;
-        for pattern in batch {
+        for pattern in batch.iter() {
             let pool = job
                 .pool(pattern.dst_pool)
                 .ok_or_else(|| span::unknown_pool("this side", pattern.dst_pool))?;
             let (src, dst) = (self.source(pattern.src_pool, open), at(pool));
             match (src, dst) {
                 (Some(src), Some(dst)) if src.own || dst.own => {
-                    let bytes = check(pattern, src.bytes, dst.bytes)?;
+                    let bytes = check(&pattern, src.bytes, dst.bytes)?;
                     common |= span::overlap((src.address, src.bytes), (dst.address, dst.bytes));
                     // Device to device the destination's context does it: the mapping is for it.
                     let does = if dst.own { dst.context } else { src.context };
@@ -222,16 +222,16 @@ impl DevicePath {
                     let from = from.then_some(src.context);
                     let work = all.entry(does).or_default();
                     if bytes > 0 {
-                        let copy = device_copy(pattern, src.address, dst.address, from)?;
+                        let copy = device_copy(&pattern, src.address, dst.address, from)?;
                         work.direct.push(copy);
                         work.direct_bytes += bytes;
                     }
                 }
-                (_, Some(dst)) if dst.own => all.entry(dst.context).or_default().up.push(*pattern),
+                (_, Some(dst)) if dst.own => all.entry(dst.context).or_default().up.push(pattern),
                 (Some(src), _) if src.own => {
-                    all.entry(src.context).or_default().down.push(*pattern);
+                    all.entry(src.context).or_default().down.push(pattern);
                 }
-                _ => host.push(*pattern),
+                _ => host.push(pattern),
             }
         }
         if common && !fault::deviates("cuda_overlap") {
@@ -241,17 +241,17 @@ impl DevicePath {
     }
 
     /// As on the host: no byte may be read and written by one batch.
-    fn refuse_common(&self, batch: &[Pattern], job: &ReadJob, open: &Open<'_>) -> Result<()> {
+    fn refuse_common(&self, batch: &Batch, job: &ReadJob, open: &Open<'_>) -> Result<()> {
         let (mut reads, mut writes) = (Vec::new(), Vec::new());
-        for pattern in batch {
+        for pattern in batch.iter() {
             let dst = job.pool(pattern.dst_pool).and_then(|pool| at(pool));
             let (Some(src), Some(dst)) = (self.source(pattern.src_pool, open), dst) else {
                 continue;
             };
-            if check(pattern, src.bytes, dst.bytes)? == 0 {
+            if check(&pattern, src.bytes, dst.bytes)? == 0 {
                 continue;
             }
-            for (from, to) in Runs::new(pattern) {
+            for (from, to) in Runs::new(&pattern) {
                 reads.push((src.address + from, pattern.run));
                 writes.push((dst.address + to, pattern.run));
             }
@@ -284,7 +284,7 @@ impl DevicePath {
     /// Starts a batch; what the host does alone is done when it returns.
     fn start<'a>(
         &'a self,
-        batch: &[Pattern],
+        batch: &Batch,
         job: &'a ReadJob,
         flow: &mut Flow<'a>,
         buffers: &mut Buffers,
@@ -292,14 +292,14 @@ impl DevicePath {
         let stop = || job.is_cancelled();
         // The source agent waits for these before it says "may be freed now".
         let open = Rc::new(self.enter(batch)?);
-        let mut host = Vec::new();
+        let mut host = Batch::new();
         for (context, work) in self.sort(batch, job, &open, &mut host)? {
             if !work.direct.is_empty() {
                 let mut lane = flow.lane(context)?;
                 // SAFETY: checked against both pools, which the job and `open` keep; slots are
                 // read and written by this job only, by the agent's bookkeeping.
                 let enqueued = unsafe { lane.copy(&work.direct, &stop) };
-                let started = flow.start(lane, open.clone(), Vec::new(), work.direct_bytes);
+                let started = flow.start(lane, open.clone(), Batch::new(), work.direct_bytes);
                 enqueued.and(started)?;
             }
             if !work.up.is_empty() {
@@ -319,7 +319,7 @@ impl DevicePath {
     /// Host to device: read into the lane's buffer now, from there by the device.
     fn up<'a>(
         &'a self,
-        batch: &[Pattern],
+        batch: &Batch,
         context: Context,
         open: &Rc<Open<'a>>,
         job: &'a ReadJob,
@@ -328,13 +328,13 @@ impl DevicePath {
     ) -> Result<()> {
         let mut lane = flow.lane(context)?;
         let (buffer, device) = staging(&mut lane)?;
-        let (mut reads, mut copies, mut bytes) = (Vec::new(), Vec::new(), 0);
-        for pattern in batch {
+        let (mut reads, mut copies, mut bytes) = (Batch::new(), Vec::new(), 0);
+        for pattern in batch.iter() {
             let pool = job
                 .pool(pattern.dst_pool)
                 .ok_or_else(|| span::unknown_pool("this side", pattern.dst_pool))?;
-            let out = out_of_staging(pattern, bytes);
-            reads.push(into_staging(pattern, bytes));
+            let out = out_of_staging(&pattern, bytes);
+            reads.push(into_staging(&pattern, bytes));
             let moved = check(&out, PIECE_BYTES, pool.bytes())?;
             if moved > 0 {
                 copies.push(device_copy(&out, device, pool.base() as u64, None)?);
@@ -348,13 +348,13 @@ impl DevicePath {
         }
         // SAFETY: the buffer is the lane's, the destination was checked and belongs to the job.
         let enqueued = unsafe { lane.copy(&copies, &|| job.is_cancelled()) };
-        let started = flow.start(lane, open.clone(), Vec::new(), bytes);
+        let started = flow.start(lane, open.clone(), Batch::new(), bytes);
         enqueued.and(started)
     }
 
     fn read(
         &self,
-        reads: &[Pattern],
+        reads: &Batch,
         job: &ReadJob,
         buffer: &Pool,
         buffers: &mut Buffers,
@@ -370,23 +370,23 @@ impl DevicePath {
     /// Device to host: into the lane's buffer by the device, from there when it is done.
     fn down<'a>(
         &'a self,
-        batch: &[Pattern],
+        batch: &Batch,
         context: Context,
         open: &Rc<Open<'a>>,
         flow: &mut Flow<'a>,
     ) -> Result<()> {
         let mut lane = flow.lane(context)?;
         let (_, device) = staging(&mut lane)?;
-        let (mut land, mut copies, mut bytes) = (Vec::new(), Vec::new(), 0);
-        for pattern in batch {
+        let (mut land, mut copies, mut bytes) = (Batch::new(), Vec::new(), 0);
+        for pattern in batch.iter() {
             let Some(src) = self.source(pattern.src_pool, open) else {
                 return Err(span::unknown_pool("the peer", pattern.src_pool));
             };
-            let into = into_staging(pattern, bytes);
+            let into = into_staging(&pattern, bytes);
             let moved = check(&into, src.bytes, PIECE_BYTES)?;
             if moved > 0 {
                 copies.push(device_copy(&into, src.address, device, None)?);
-                land.push(out_of_staging(pattern, bytes));
+                land.push(out_of_staging(&pattern, bytes));
             }
             bytes += moved;
         }
@@ -431,7 +431,7 @@ impl DataPath for DevicePath {
 
     fn run(&self, job: &ReadJob) -> Result<()> {
         let mut flow = Flow::new(&self.devices, job);
-        let (mut batch, mut buffers) = (Vec::new(), Buffers::default());
+        let (mut batch, mut buffers) = (Batch::new(), Buffers::default());
         let mut outcome = Ok(());
         let most = |binding: &Binding| self.batch_bytes(binding, job);
         while outcome.is_ok() && job.next_of(most, &mut batch) {

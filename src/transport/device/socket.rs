@@ -13,7 +13,7 @@ use crate::cuda::{Context, Copy, Devices, Lane, Waited};
 use crate::error::Result;
 use crate::memory::Pool;
 use crate::observe::fault;
-use crate::plan::Pattern;
+use crate::plan::{Batch, Pattern};
 use crate::transport::PIECE_BYTES;
 
 /// A lane's buffer that is being filled.
@@ -91,7 +91,7 @@ impl Landing {
             let started = flow.start(
                 stage.lane,
                 Rc::new(Open::nothing()),
-                Vec::new(),
+                Batch::new(),
                 stage.bytes,
             );
             outcome = outcome.and(enqueued).and(started);

@@ -4,18 +4,18 @@ use std::collections::BTreeMap;
 
 use super::{BATCH_BYTES, Ranges};
 use crate::error::{Error, Result, Status};
-use crate::plan::Pattern;
+use crate::plan::Batch;
 use crate::transport::ReadJob;
 use crate::transport::device::flow::Flow;
 use crate::transport::device::socket::Landing;
-use crate::transport::span::{Runs, check, unknown_pool};
+use crate::transport::span::{Runs, check_all, unknown_pool};
 use crate::wire::{self, Body, DataClose, DataRead, Frame};
 
 /// One worker's part of a job, as the source knows it.
 pub(in crate::transport) struct Asking {
     /// The job's number for the source.
     number: u64,
-    spare: Vec<Vec<Pattern>>,
+    spare: Vec<Batch>,
     /// There is nothing more to ask for, and the source was told.
     all: bool,
 }
@@ -35,7 +35,7 @@ impl Asking {
 
     /// Asks for the next batch, by a message that is appended to `out`; `None`: there is no more,
     /// which the source is told.
-    pub fn next(&mut self, job: &ReadJob, out: &mut Vec<u8>) -> Result<Option<Vec<Pattern>>> {
+    pub fn next(&mut self, job: &ReadJob, out: &mut Vec<u8>) -> Result<Option<Batch>> {
         if self.all {
             return Ok(None);
         }
@@ -60,7 +60,7 @@ impl Asking {
     }
 
     /// Takes a batch back, for the next one.
-    pub fn give_back(&mut self, batch: Vec<Pattern>) {
+    pub fn give_back(&mut self, batch: Batch) {
         self.spare.push(batch);
     }
 }
@@ -89,38 +89,44 @@ impl Placed {
 pub(in crate::transport) fn place(
     job: &ReadJob,
     pools: &BTreeMap<u32, u64>,
-    batch: &[Pattern],
+    batch: &Batch,
     ranges: &mut Ranges,
     flow: &mut Flow<'_>,
 ) -> Result<Placed> {
     ranges.clear();
     let (mut bytes, mut on_host) = (0, 0);
     let mut landing = Landing::default();
-    // Neighbouring patterns mostly use the same two pools.
+    // Neighbouring shapes mostly use the same two pools.
     let mut known = None;
-    for pattern in batch {
-        let ids = (pattern.src_pool, pattern.dst_pool);
+    for (shape, places) in batch.shapes() {
+        let ids = (shape.src_pool, shape.dst_pool);
         let (src_bytes, pool) = match known {
             Some((last, src_bytes, pool)) if last == ids => (src_bytes, pool),
             _ => {
-                let Some(pool) = job.pool(pattern.dst_pool) else {
-                    return Err(unknown_pool("this side", pattern.dst_pool));
+                let Some(pool) = job.pool(shape.dst_pool) else {
+                    return Err(unknown_pool("this side", shape.dst_pool));
                 };
-                let src_bytes = pools.get(&pattern.src_pool).copied().unwrap_or(0);
+                let src_bytes = pools.get(&shape.src_pool).copied().unwrap_or(0);
                 known = Some((ids, src_bytes, pool));
                 (src_bytes, pool)
             }
         };
-        let moved = check(pattern, src_bytes, pool.bytes())?;
-        if moved > 0 && pool.is_device() {
-            ranges.push(landing.place(flow, pattern, pool, moved)?, moved as usize);
-            bytes += moved;
-        } else if moved > 0 {
-            for (_, to) in Runs::new(pattern) {
-                ranges.push(pool.base().wrapping_add(to as usize), pattern.run as usize);
+        let moved = check_all(shape, places, src_bytes, pool.bytes())?;
+        if moved == 0 {
+            continue;
+        }
+        bytes += moved;
+        if pool.is_device() {
+            let each = shape.bytes();
+            for place in places {
+                let at = landing.place(flow, &shape.at(*place), pool, each)?;
+                ranges.push(at, each as usize);
             }
-            bytes += moved;
-            on_host += moved;
+            continue;
+        }
+        on_host += moved;
+        for (_, to) in places.iter().flat_map(|place| Runs::at(shape, *place)) {
+            ranges.push(pool.base().wrapping_add(to as usize), shape.run as usize);
         }
     }
     Ok(Placed {

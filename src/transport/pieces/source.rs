@@ -11,9 +11,9 @@ use crate::cuda::Devices;
 use crate::error::Result;
 use crate::memory::{Guard, Pool};
 use crate::observe::fault;
-use crate::plan::{Binding, Cursor, Pattern};
+use crate::plan::{Batch, Binding, Cursor};
 use crate::transport::device::socket::Raising;
-use crate::transport::span::{Runs, check};
+use crate::transport::span::{Runs, check_all};
 use crate::wire::{Body, DataOpen, DataRead, Decoder, MAX_FRAME};
 use crate::{bail, err};
 
@@ -88,7 +88,7 @@ pub(in crate::transport) fn serve(
     let broken = |e: io::Error| err!(KVF_ERR_PEER_LOST, "data connection: {e}");
     let mut decoder = Decoder::new(MAX_FRAME);
     let mut jobs: HashMap<u64, Result<Opened>> = HashMap::new();
-    let mut buffers: Buffers = (Vec::new(), Vec::new());
+    let mut buffers: Buffers = (Batch::new(), Vec::new());
     let mut frames = VecDeque::new();
     // The next answer, if it is being copied from a device while this one is sent.
     let mut ahead = None;
@@ -148,8 +148,8 @@ fn decode(decoder: &mut Decoder, frames: &mut VecDeque<Body>) -> Result<()> {
     Ok(())
 }
 
-/// Used again and again: patterns, and ranges of answers that were sent.
-type Buffers = (Vec<Pattern>, Vec<Ranges>);
+/// Used again and again: a batch, and ranges of answers that were sent.
+type Buffers = (Batch, Vec<Ranges>);
 
 /// An answer whose bytes are in place, or on their way from a device.
 struct Raised<'a> {
@@ -209,23 +209,26 @@ fn raise<'a>(
         bail!(KVF_ERR_EXPIRED, "the source's lease has ended");
     }
     let mut known: Option<&Arc<Pool>> = None; // neighbours mostly use the same one
-    for pattern in batch.iter() {
-        let same = known.filter(|pool| pool.id() == pattern.src_pool);
-        let Some(pool) = same.or_else(|| pools.get(&pattern.src_pool)) else {
+    for (shape, places) in batch.shapes() {
+        let same = known.filter(|pool| pool.id() == shape.src_pool);
+        let Some(pool) = same.or_else(|| pools.get(&shape.src_pool)) else {
             continue;
         };
         known = Some(pool);
-        let moved = check(pattern, pool.bytes(), u64::MAX)?;
+        let moved = check_all(shape, places, pool.bytes(), u64::MAX)?;
+        raised.bytes += moved;
         if moved > 0 && pool.is_device() {
-            let at = raised.raising.place(pattern, pool, moved)?;
-            raised.ranges.push(at, moved as usize);
+            let each = shape.bytes();
+            for place in places {
+                let at = raised.raising.place(&shape.at(*place), pool, each)?;
+                raised.ranges.push(at, each as usize);
+            }
         } else if moved > 0 {
-            for (from, _) in Runs::new(pattern) {
+            for (from, _) in places.iter().flat_map(|place| Runs::at(shape, *place)) {
                 let at = pool.base().wrapping_add(from as usize);
-                raised.ranges.push(at, pattern.run as usize);
+                raised.ranges.push(at, shape.run as usize);
             }
         }
-        raised.bytes += moved;
     }
     raised.raising.start();
     Ok(raised)
@@ -263,17 +266,17 @@ fn answer_with(
     Ok(Some(ranges))
 }
 
-fn pools(source: &dyn Source, batch: &[Pattern]) -> Result<HashMap<u32, Arc<Pool>>> {
+fn pools(source: &dyn Source, batch: &Batch) -> Result<HashMap<u32, Arc<Pool>>> {
     let mut pools = HashMap::new();
     let mut last = None;
-    for pattern in batch {
-        if last.replace(pattern.src_pool) == Some(pattern.src_pool) {
+    for (shape, _) in batch.shapes() {
+        if last.replace(shape.src_pool) == Some(shape.src_pool) {
             continue;
         }
-        if let Entry::Vacant(new) = pools.entry(pattern.src_pool) {
-            match source.pool(pattern.src_pool) {
+        if let Entry::Vacant(new) = pools.entry(shape.src_pool) {
+            match source.pool(shape.src_pool) {
                 Some(pool) => new.insert(pool),
-                None => bail!(KVF_ERR_EXPIRED, "no pool {} any more", pattern.src_pool),
+                None => bail!(KVF_ERR_EXPIRED, "no pool {} any more", shape.src_pool),
             };
         }
     }

@@ -13,12 +13,12 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 
-use super::span::{self, COPY_BYTES, Runs, Scratch, Source, copy_patterns};
+use super::span::{self, COPY_BYTES, Runs, Scratch, Source, copy_batch};
 use super::{DataPath, LeaseRef, ReadJob};
 use crate::bail;
 use crate::error::{Result, Status};
 use crate::memory::{LEASE_HEAD_BYTES, LeaseView, Mapping, NONCE_BYTES, Pool};
-use crate::plan::Pattern;
+use crate::plan::{Batch, Pattern, Place};
 pub use peer_process::PeerProcess;
 use process_vm::{Window, read_pair};
 
@@ -192,62 +192,63 @@ impl ShmPath {
     /// Copies one batch; returns the bytes written, fewer than all only if `stop` said so.
     pub(super) fn copy_batch<'a>(
         &'a self,
-        batch: &[Pattern],
+        batch: &Batch,
         job_pool: impl Fn(u32) -> Option<&'a Pool>,
         stop: impl Fn() -> bool,
         whole: u64,
         buffers: &mut Buffers,
     ) -> Result<u64> {
         if !self.has_private {
-            return copy_patterns(
-                batch.iter(),
+            return copy_batch(
+                batch.shapes(),
                 |id| self.mapping(id),
                 job_pool,
                 whole,
                 &mut buffers.scratch,
             );
         }
-        let mapped = batch.iter().filter(|p| !self.is_private(p.src_pool));
-        let bytes = copy_patterns(
+        let private = |(shape, _): &(&Pattern, _)| self.is_private(shape.src_pool);
+        let mapped = batch.shapes().filter(|of| !private(of));
+        let bytes = copy_batch(
             mapped,
             |id| self.mapping(id),
             &job_pool,
             whole,
             &mut buffers.scratch,
         )?;
-        let private = batch.iter().filter(|p| self.is_private(p.src_pool));
+        let private = batch.shapes().filter(private);
         let read = self.read_private(private, job_pool, stop, &mut buffers.window)?;
         buffers.read_by_pid |= read > 0;
         Ok(bytes + read)
     }
 
-    /// Reads patterns of private pools in as few calls as their runs allow.
+    /// Reads copies of private pools in as few calls as their runs allow.
     fn read_private<'p, 'a>(
         &self,
-        batch: impl Iterator<Item = &'p Pattern>,
+        batch: impl Iterator<Item = (&'p Pattern, &'p [Place])>,
         job_pool: impl Fn(u32) -> Option<&'a Pool>,
         stop: impl Fn() -> bool,
         window: &mut Window,
     ) -> Result<u64> {
         let mut read = 0;
-        for pattern in batch {
-            let Some(PeerPool::Private { address, bytes }) = self.pools.get(&pattern.src_pool)
-            else {
-                return Err(span::unknown_pool("the peer", pattern.src_pool));
+        for (shape, places) in batch {
+            let Some(PeerPool::Private { address, bytes }) = self.pools.get(&shape.src_pool) else {
+                return Err(span::unknown_pool("the peer", shape.src_pool));
             };
-            let dst = job_pool(pattern.dst_pool)
-                .ok_or_else(|| span::unknown_pool("this side", pattern.dst_pool))?;
+            let dst = job_pool(shape.dst_pool)
+                .ok_or_else(|| span::unknown_pool("this side", shape.dst_pool))?;
             span::refuse_device(dst)?;
-            if span::check(pattern, *bytes, dst.bytes())? == 0 {
+            if span::check_all(shape, places, *bytes, dst.bytes())? == 0 {
                 continue;
             }
             self.prove_private()?;
-            for (from, to) in Runs::new(pattern) {
+            let runs = places.iter().flat_map(|place| Runs::at(shape, *place));
+            for (from, to) in runs {
                 let mut done = 0;
-                while done < pattern.run {
+                while done < shape.run {
                     // Lossless: checked against the size of our own memory.
                     let local = dst.base().wrapping_add((to + done) as usize);
-                    let taken = window.push(address + from + done, local, pattern.run - done);
+                    let taken = window.push(address + from + done, local, shape.run - done);
                     done += taken as u64;
                     if taken == 0 {
                         read += self.flush(window)?;
@@ -345,7 +346,7 @@ impl DataPath for ShmPath {
         } else {
             COPY_BYTES
         };
-        let (mut batch, mut buffers) = (Vec::new(), Buffers::default());
+        let (mut batch, mut buffers) = (Batch::new(), Buffers::default());
         while job.next(least, &mut batch) {
             let moved = self.copy_batch(
                 &batch,

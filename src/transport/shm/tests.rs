@@ -216,9 +216,9 @@ impl Destination {
         unsafe { std::slice::from_raw_parts(self.pool.base(), self.memory.len()) }.to_vec()
     }
 
-    fn read(&self, path: &ShmPath, batch: &[Pattern]) -> Result<u64> {
+    fn read(&self, path: &ShmPath, patterns: &[Pattern]) -> Result<u64> {
         path.copy_batch(
-            batch,
+            &patterns.iter().copied().collect(),
             |id| (id == 1).then_some(&*self.pool),
             || false,
             0,
@@ -319,7 +319,7 @@ fn a_stop_is_seen_between_two_calls() {
     let read = source
         .path
         .copy_batch(
-            &batch,
+            &batch.into_iter().collect(),
             |_| Some(&*dst.pool),
             || true,
             0,

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::error::Status;
 use crate::layout::{Coordinates, Group, GroupKind, Layout, Ordinals, Role, Strides, Tensor, View};
-use crate::plan::{Binding, Dim, MAX_DIMS, Plan, Policy, Request};
+use crate::plan::{Batch, Binding, Dim, MAX_DIMS, Plan, Policy, Request};
 
 /// A pattern from (count, source stride, destination stride) axes, outermost first.
 pub(in crate::transport) fn pattern(
@@ -255,10 +255,11 @@ pub(in crate::transport) fn register(id: u32, memory: &mut [u8]) -> Pool {
     unsafe { Pool::register(id, memory.as_mut_ptr(), memory.len() as u64).unwrap() }
 }
 
-fn copy(batch: &[Pattern], sources: &[&Pool], destinations: &[&Pool]) -> Result<u64> {
+fn copy(patterns: &[Pattern], sources: &[&Pool], destinations: &[&Pool]) -> Result<u64> {
     let find = |pools: &[&Pool], id| pools.iter().position(|pool: &&Pool| pool.id() == id);
-    copy_patterns(
-        batch.iter(),
+    let batch: Batch = patterns.iter().copied().collect();
+    copy_batch(
+        batch.shapes(),
         |id| find(sources, id).map(|i| Source::from(sources[i])),
         |id| find(destinations, id).map(|i| destinations[i]),
         0,

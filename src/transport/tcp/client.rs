@@ -12,7 +12,7 @@ use super::{HEAD_BYTES, TRAILER_BYTES};
 use crate::bail;
 use crate::cuda::Devices;
 use crate::error::{Error, Result, Status};
-use crate::plan::Pattern;
+use crate::plan::Batch;
 use crate::transport::device::flow::Flow;
 use crate::transport::pieces::{Asking, MAX_TEXT, PIPELINE, Ranges, place, refusal};
 use crate::transport::{DataPath, ReadJob};
@@ -168,7 +168,7 @@ impl TcpPath {
         &self,
         stream: &Stream,
         job: &ReadJob,
-        batch: &[Pattern],
+        batch: &Batch,
         ranges: &mut Ranges,
         flow: &mut Flow<'_>,
         patience: Patience<'_>,
@@ -222,7 +222,7 @@ impl TcpPath {
 struct Asked {
     stream: Stream,
     asking: Asking,
-    batches: VecDeque<Vec<Pattern>>,
+    batches: VecDeque<Batch>,
 }
 
 enum Fault {
@@ -293,10 +293,14 @@ impl DataPath for TcpPath {
             return Ok(false);
         };
         let spin = self.spin.min(LOOK);
-        let host_only = asked.batches.iter().flatten().all(|pattern| {
-            let pool = job.pool(pattern.dst_pool);
-            pool.is_some_and(|pool| !pool.is_device())
-        });
+        let host_only = asked
+            .batches
+            .iter()
+            .flat_map(Batch::shapes)
+            .all(|(shape, _)| {
+                let pool = job.pool(shape.dst_pool);
+                pool.is_some_and(|pool| !pool.is_device())
+            });
         if !host_only || spin.is_zero() || !asked.stream.comes_within(spin) {
             job.park(Box::new(asked));
             return Ok(false);

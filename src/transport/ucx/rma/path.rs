@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::flight::{Flight, Get, LANDING_WORDS, Region};
 use crate::error::Result;
 use crate::memory::{LEASE_HEAD_BYTES, NONCE_BYTES};
-use crate::plan::Pattern;
+use crate::plan::Batch;
 use crate::transport::span::{self, Runs};
 use crate::transport::ucx::endpoint::EndpointState;
 use crate::transport::ucx::engine::Engine;
@@ -152,7 +152,7 @@ impl UcxPath {
     /// One worker's part of a job, as long as nothing goes wrong.
     fn read(&self, job: &ReadJob, flight: &Arc<Flight>) -> Result<()> {
         let wake = job.wake()?;
-        let (mut patterns, mut registered) = (Vec::new(), Vec::new());
+        let (mut patterns, mut registered) = (Batch::new(), Vec::new());
         let mut more = true;
         loop {
             while more && flight.in_flight() < DEPTH && flight.gets() < GETS {
@@ -178,28 +178,23 @@ impl UcxPath {
     }
 
     /// The gets of a batch, neighbours merged; our pools are registered when they are first met.
-    fn gets(
-        &self,
-        job: &ReadJob,
-        patterns: &[Pattern],
-        registered: &mut Vec<u32>,
-    ) -> Result<Vec<Get>> {
+    fn gets(&self, job: &ReadJob, patterns: &Batch, registered: &mut Vec<u32>) -> Result<Vec<Get>> {
         let mut gets: Vec<Get> = Vec::new();
-        for pattern in patterns {
+        for pattern in patterns.iter() {
             let Some((base, bytes)) = self.pools.get(&pattern.src_pool) else {
                 return Err(span::unknown_pool("the peer", pattern.src_pool));
             };
             let pool = job
                 .pool(pattern.dst_pool)
                 .ok_or_else(|| span::unknown_pool("this side", pattern.dst_pool))?;
-            if span::check(pattern, *bytes, pool.bytes())? == 0 {
+            if span::check(&pattern, *bytes, pool.bytes())? == 0 {
                 continue;
             }
             if !registered.contains(&pool.id()) {
                 self.engine.register_pool(pool)?;
                 registered.push(pool.id());
             }
-            for (from, to) in Runs::new(pattern) {
+            for (from, to) in Runs::new(&pattern) {
                 let next = Get {
                     local: pool.base().wrapping_add(to as usize),
                     remote: base + from,
