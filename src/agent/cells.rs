@@ -48,6 +48,8 @@ struct State {
     /// Dropped after the outcome is set: streams that wait for it go on.
     until_end: Vec<Box<dyn Send>>,
     abandoned: bool,
+    /// Threads in [`Cell::wait`]; nobody else is woken, which would cost a system call.
+    waiting: u32,
 }
 
 impl Cell {
@@ -114,8 +116,10 @@ impl Cell {
             if left.is_zero() {
                 return Status::KVF_TIMED_OUT;
             }
+            state.waiting += 1;
             let waited = self.changed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state.waiting -= 1;
         }
         drop(state);
         self.poll()
@@ -131,7 +135,7 @@ impl Cell {
         state.end = Some(end);
         self.status.store(status as i32, Ordering::Release);
         state.until_end.clear();
-        self.changed.notify_all();
+        self.wake(&state);
         self.tell(state, Notice::Ended, self.ended_kind, status);
     }
 
@@ -150,7 +154,7 @@ impl Cell {
             return;
         }
         state.safe = true;
-        self.changed.notify_all();
+        self.wake(&state);
         if !quietly {
             let status = Status::from_code(self.status.load(Ordering::Relaxed));
             let status = status.unwrap_or(Status::KVF_ERR_INTERNAL);
@@ -170,8 +174,14 @@ impl Cell {
         state.safe = true;
         self.status.store(status as i32, Ordering::Release);
         state.until_end.clear();
-        self.changed.notify_all();
+        self.wake(&state);
         self.tell(state, Notice::Ended, self.ended_kind, status);
+    }
+
+    fn wake(&self, state: &State) {
+        if state.waiting > 0 {
+            self.changed.notify_all();
+        }
     }
 
     fn tell(

@@ -22,6 +22,11 @@ pub fn unknown_slot(slots: &[i32], limit: u32) -> Option<usize> {
 
 /// The first two entries that are the same slot, in a table without unknown slots.
 pub fn slot_twice(slots: &[i32], limit: u32) -> Option<(usize, usize)> {
+    if slots.len() <= FEW {
+        let pairs = (0..slots.len()).flat_map(|i| (0..i).map(move |first| (first, i)));
+        let mut held = pairs.filter(|(_, i)| slots[*i] >= 0);
+        return held.find(|(first, i)| slots[*first] == slots[*i]);
+    }
     // A place for each slot, after one for -1, which may be there often.
     let place = |slot: &i32| (slot.wrapping_add(1) as u32 as usize, *slot >= 0);
     let places = slots.iter().map(place);
@@ -56,6 +61,10 @@ pub fn slot_twice(slots: &[i32], limit: u32) -> Option<(usize, usize)> {
     let mut held = slots.iter().enumerate().filter(|(_, slot)| **slot != -1);
     held.find_map(|(i, slot)| Some((first.insert(slot, i)?, i)))
 }
+
+/// So many entries are compared with each other: a place for each slot would cost more, and a small
+/// pull waits for it.
+const FEW: usize = 16;
 
 /// With so many slots at most, a byte for each is as well as free, and faster than a bit, which
 /// has to wait for its neighbour's.
@@ -305,5 +314,13 @@ mod tests {
             assert_eq!(slot_twice(&table, limit), Some((3, 63)), "{limit}");
         }
         assert_eq!(slot_twice(&[], 0), None);
+        assert_eq!(slot_twice(&[-1, -1, 3, -1], 4), None);
+        assert_eq!(slot_twice(&[-1, 2, 3, -1, 3, 2], 4), Some((2, 4)));
+        assert_eq!(slot_twice(&[0, 0], 4), Some((0, 1)));
+        let many: Vec<i32> = (0..FEW as i32).chain([0]).collect();
+        for len in [FEW, FEW + 1] {
+            let twice = (len > FEW).then_some((0, FEW));
+            assert_eq!(slot_twice(&many[..len], 99), twice);
+        }
     }
 }
