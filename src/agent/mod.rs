@@ -27,6 +27,7 @@ mod paths;
 mod peers;
 mod pools;
 mod publish;
+mod reach;
 mod reader;
 mod registration;
 mod remote;

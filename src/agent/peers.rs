@@ -47,9 +47,13 @@ impl Route {
         self.lock().outcome.clone()
     }
 
-    /// Changes it; `None` = connecting again.
+    /// Changes it; `None` = connecting again. What was wrong before says nothing any more.
     pub fn set(&self, outcome: Option<Result<Arc<dyn DataPath>, Error>>) {
-        let before = std::mem::replace(&mut self.lock().outcome, outcome);
+        let now = RouteState {
+            outcome,
+            trouble: String::new(),
+        };
+        let before = std::mem::replace(&mut *self.lock(), now);
         self.changed.notify_all();
         // Unmapping may take a while: not under the lock.
         drop(before);
@@ -220,6 +224,8 @@ impl PeerShared {
 mod tests {
     use super::*;
     use crate::err;
+    use crate::memory::LeaseTable;
+    use crate::transport::inproc::InprocPath;
 
     #[test]
     fn who_waits_for_a_peer_is_told_why_the_last_attempt_failed() {
@@ -241,5 +247,19 @@ mod tests {
             info.text,
             "rank 0 (there): connecting; the last attempt failed: no more files"
         );
+    }
+
+    #[test]
+    fn a_way_that_is_made_takes_the_old_trouble_with_it() {
+        let route = Route::new(Incarnation([1; 16]), "there".into());
+        route.attempt_failed(&err!(KVF_ERR_SYSTEM, "no more files"));
+        let leases = Arc::new(LeaseTable::create(1).unwrap());
+        let nonce = leases.nonce();
+        let path = InprocPath::new(BTreeMap::new(), leases, nonce).unwrap();
+        route.set(Some(Ok(Arc::new(path))));
+        assert_eq!(route.describe(), "agent there through inproc");
+        // The transport has failed and another way is sought: that is no failed attempt.
+        route.set(None);
+        assert_eq!(route.describe(), "agent there: connecting");
     }
 }
