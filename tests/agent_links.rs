@@ -76,10 +76,20 @@ fn loopback() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], 0))
 }
 
+/// Where the body of metadata begins.
+fn body_of(metadata: &[u8]) -> usize {
+    32 + u32::from_le_bytes(metadata[12..16].try_into().unwrap()) as usize
+}
+
+/// The address in an engine's metadata.
+fn listens_at(metadata: &[u8]) -> SocketAddr {
+    let engine = wire::EngineMetadata::decode(&metadata[body_of(metadata)..]).unwrap();
+    engine.ranks[0].address.parse().unwrap()
+}
+
 /// An engine's metadata as if its one rank were on another host, at `address`.
 fn elsewhere(metadata: &[u8], address: SocketAddr) -> (Vec<u8>, Incarnation) {
-    let invariants = u32::from_le_bytes(metadata[12..16].try_into().unwrap()) as usize;
-    let body = 32 + invariants;
+    let body = body_of(metadata);
     let mut engine = wire::EngineMetadata::decode(&metadata[body..]).unwrap();
     let rank = &mut engine.ranks[0];
     rank.host = "another host".into();
@@ -185,6 +195,22 @@ fn end_of(peer: &Peer) -> (Status, String, Duration) {
 }
 
 #[test]
+fn agents_that_are_connected_by_sockets_end_in_success_without_a_time_out() {
+    for round in 0..5 {
+        let source = side("source", loopback(), LONG);
+        let sink = side("sink", loopback(), LONG);
+        let metadata = source.engine_metadata().unwrap();
+        let (metadata, _) = elsewhere(&metadata, listens_at(&metadata));
+        let peer = sink.add_peer(&metadata, 0).unwrap();
+        let (status, text, _) = end_of(&peer);
+        assert_eq!(status, KVF_OK, "{text}");
+        assert!(text.contains("tcp"), "{text}");
+        assert_eq!(source.shutdown(Duration::ZERO), Ok(()), "{round}");
+        assert_eq!(sink.shutdown(Duration::ZERO), Ok(()), "{round}");
+    }
+}
+
+#[test]
 fn who_accepts_and_closes_at_once_is_given_up_after_the_silence() {
     let source = side("source", loopback(), SHORT);
     let listener = TcpListener::bind(loopback()).unwrap();
@@ -268,13 +294,7 @@ fn a_way_that_opens_late_is_found_and_its_end_is_told_at_once() {
         return no_address();
     };
     let source = side("source", SocketAddr::new(own, 0), 3 * LONG);
-    let behind = {
-        // Where the source itself listens.
-        let metadata = source.engine_metadata().unwrap();
-        let invariants = u32::from_le_bytes(metadata[12..16].try_into().unwrap()) as usize;
-        let engine = wire::EngineMetadata::decode(&metadata[32 + invariants..]).unwrap();
-        engine.ranks[0].address.parse::<SocketAddr>().unwrap()
-    };
+    let behind = listens_at(&source.engine_metadata().unwrap());
     let gateway = TcpListener::bind((own, 0)).unwrap();
     let address = gateway.local_addr().unwrap();
     drop(gateway);

@@ -447,6 +447,23 @@ fn shutdown_fails_what_runs_and_tells_the_peer() {
 }
 
 #[test]
+fn an_agent_with_nothing_in_flight_ends_in_success_whatever_the_time_out() {
+    for round in 0..20 {
+        let (source, sink, peer) = pair(Timeouts::default());
+        let publication = source.agent.publish(offer(1, &[3], 4)).unwrap();
+        let wanted = want(publication.ticket(), &[7], 0);
+        let transfer = sink.agent.import_begin(&peer, wanted).unwrap();
+        assert_eq!(transfer.wait(LONG), KVF_OK, "{}", transfer.error_text());
+        assert_eq!(sink.agent.shutdown(Duration::ZERO), Ok(()), "{round}");
+        assert_eq!(ended(&publication), KVF_OK);
+        // A publication that nobody reads is ended and needs no time either.
+        let unread = source.agent.publish(offer(2, &[4], 4)).unwrap();
+        assert_eq!(source.agent.shutdown(Duration::ZERO), Ok(()), "{round}");
+        assert_eq!(ended(&unread), KVF_ERR_SHUTDOWN);
+    }
+}
+
+#[test]
 fn a_drained_agent_is_idle_and_closed() {
     let (source, _sink, _peer) = pair(Timeouts::default());
     let publication = source.agent.publish(offer(1, &[3], 4)).unwrap();

@@ -67,6 +67,10 @@ use notices::Finished;
 use peers::PeerShared;
 use shared::Shared;
 
+/// Longest wait for threads of ours that have nothing to do any more. Each ends at once when it gets
+/// its turn, the control thread after its goodbyes, so that this only shows where one hangs.
+const OWN_THREADS: Duration = Duration::from_secs(5);
+
 /// Locks what no panic can leave half-changed.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -363,7 +367,8 @@ impl Agent {
     }
 
     /// Ends the agent: everything still running fails with `KVF_ERR_SHUTDOWN`, peers are told,
-    /// threads are joined within the time-out.
+    /// threads are joined. The time-out bounds the wait for copies that were running; without any
+    /// it does not matter.
     ///
     /// # Errors
     /// `KVF_ERR_DEADLINE`: a thread is still busy and was left behind; its slots are still in use.
@@ -371,17 +376,26 @@ impl Agent {
         let Some(thread) = lock(&self.control).take() else {
             return Ok(());
         };
-        let deadline = Instant::now()
-            .checked_add(timeout)
-            .unwrap_or_else(|| Instant::now() + Duration::from_secs(3600));
+        let from_now = |time| {
+            let now = Instant::now();
+            now.checked_add(time)
+                .unwrap_or_else(|| now + Duration::from_secs(3600))
+        };
+        let deadline = from_now(timeout);
         self.shared.closed.store(true, Ordering::Release);
         shared::unregister(self.shared.incarnation);
         let (done, _ended) = tokio::sync::oneshot::channel();
         self.shared.send(Command::Shutdown(done));
-        let control = thread.join_until(deadline);
-        let workers = self.shared.workers.close(deadline);
-        let data = self.shared.data.close(deadline);
-        let ucx = self.shared.ucx.close(deadline);
+        let own = || deadline.max(from_now(OWN_THREADS));
+        let control = thread.join_until(own());
+        // Operations without a running copy have been ended by it.
+        let copying = !control || self.shared.lock().live > 0;
+        let workers = self
+            .shared
+            .workers
+            .close(if copying { deadline } else { own() });
+        let data = self.shared.data.close(own());
+        let ucx = self.shared.ucx.close(own());
         self.shared.devices.close();
         if !control || !workers || !data || !ucx {
             bail!(
