@@ -1466,6 +1466,7 @@ typedef struct kvf_published_group {
   size_t num_slots;
   /**
    * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+   * Not beyond the block of the last valid token.
    */
   uint64_t first_ordinal;
   /**
