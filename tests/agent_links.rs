@@ -211,6 +211,47 @@ fn agents_that_are_connected_by_sockets_end_in_success_without_a_time_out() {
 }
 
 #[test]
+fn metadata_that_contradicts_a_peers_is_refused_and_the_same_gives_another_handle() {
+    let source = side("source", loopback(), LONG);
+    let metadata = source.engine_metadata().unwrap();
+    let address = listens_at(&metadata);
+    let sink = side("sink", loopback(), LONG);
+    let first = sink.add_peer(&metadata, 1).unwrap();
+    let second = sink.add_peer(&metadata, 2).unwrap();
+    assert_ne!(first.id(), second.id());
+    for peer in [&first, &second] {
+        assert_eq!(peer.wait(LONG), KVF_OK, "{}", peer.info().text);
+    }
+    let other = SocketAddr::new(address.ip(), address.port() ^ 1);
+    let (moved, incarnation) = elsewhere(&metadata, other);
+    let err = sink.add_peer(&moved, 3).unwrap_err();
+    assert_eq!(err.status, KVF_ERR_INVALID_ARGUMENT, "{err}");
+    let text = format!(
+        "agent source ({incarnation:?}) is a rank of a peer that was added with other metadata: \
+         rank 0 is at address {address} and {other}"
+    );
+    assert!(err.text.starts_with(&text), "{err}");
+    let err = sink
+        .add_peer(&elsewhere(&metadata, address).0, 3)
+        .unwrap_err();
+    assert!(err.text.contains("on another host"), "{err}");
+    // One of two handles keeps it, none does not.
+    first.remove();
+    drop(first);
+    assert!(sink.add_peer(&moved, 3).is_err());
+    assert_eq!(second.wait(LONG), KVF_OK, "{}", second.info().text);
+    second.remove();
+    drop(second);
+    // A namesake is another agent.
+    let namesake = side("source", loopback(), LONG);
+    let peer = sink
+        .add_peer(&namesake.engine_metadata().unwrap(), 4)
+        .unwrap();
+    assert_eq!(peer.wait(LONG), KVF_OK, "{}", peer.info().text);
+    drop(sink.add_peer(&moved, 3).unwrap());
+}
+
+#[test]
 fn who_accepts_and_closes_at_once_is_given_up_after_the_silence() {
     let source = side("source", loopback(), SHORT);
     let listener = TcpListener::bind(loopback()).unwrap();

@@ -36,7 +36,7 @@ pub(super) enum Kind {
 }
 
 /// One rank, as its engine announces it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RankInfo {
     pub incarnation: Incarnation,
     pub name: String,
@@ -63,6 +63,37 @@ impl EngineInfo {
 
     pub fn layouts(&self) -> Vec<Layout> {
         self.ranks.iter().map(|r| r.layout.clone()).collect()
+    }
+
+    /// The first thing in which two descriptions of one engine differ.
+    pub fn difference(&self, other: &Self) -> Option<String> {
+        let (a, b) = (&self.ranks, &other.ranks);
+        if a.len() != b.len() {
+            return Some(format!("{} ranks and {}", a.len(), b.len()));
+        }
+        let (i, (a, b)) = (a.iter().zip(b).enumerate()).find(|(_, (a, b))| a != b)?;
+        Some(if a.incarnation != b.incarnation {
+            format!(
+                "rank {i} is agent {:?} and {:?}",
+                a.incarnation, b.incarnation
+            )
+        } else if a.address != b.address {
+            let at = |address: Option<SocketAddr>| address.map_or("none".into(), |a| a.to_string());
+            format!(
+                "rank {i} is at address {} and {}",
+                at(a.address),
+                at(b.address)
+            )
+        } else if a.name != b.name {
+            format!("rank {i} is named {} and {}", a.name, b.name)
+        } else if a.layout != b.layout {
+            format!("rank {i} has two layouts")
+        } else {
+            format!(
+                "rank {i} is in process {:x?} on {} and in {:x?} on {}",
+                a.process, a.host, b.process, b.host
+            )
+        })
     }
 
     pub fn index_of(&self, incarnation: Incarnation) -> Option<usize> {

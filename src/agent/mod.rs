@@ -115,7 +115,8 @@ impl Agent {
     /// Adds a remote engine: checks that it fits, plans, and starts connecting.
     ///
     /// # Errors
-    /// `KVF_ERR_INCOMPATIBLE` naming the field and both values, and what is wrong with the bytes.
+    /// `KVF_ERR_INCOMPATIBLE` naming the field and both values, and what is wrong with the bytes;
+    /// `KVF_ERR_INVALID_ARGUMENT` if another peer has other metadata of the same agents.
     pub fn add_peer(&self, engine_metadata: &[u8], user_data: u64) -> Result<Peer> {
         self.shared.check_open()?;
         let own = self.shared.lock().engine()?;
@@ -146,11 +147,13 @@ impl Agent {
         needed.dedup();
         // One lock for the routes and the command: a removal comes wholly before or after.
         let mut state = self.shared.lock();
-        let routes = engine.ranks.iter().map(|r| state.routes.take(r)).collect();
+        let engine = state.routes.known(engine)?;
+        let ranks = engine.ranks.iter();
+        let routes = ranks.map(|r| state.routes.take(r, &engine)).collect();
         let shared = Arc::new(PeerShared {
             id: self.shared.new_id(),
             user_data,
-            engine: Arc::new(engine),
+            engine,
             plan,
             routes,
             needed,
