@@ -180,12 +180,12 @@ fn every_struct_takes_whole_fields_only() {
         publication::kvf_publish_desc, publication::kvf_publication_info, push::kvf_receive_desc,
         push::kvf_push_desc, import::kvf_pull_desc, import::kvf_import_desc,
         transfer::kvf_transfer_info, transceiver_config::kvf_transceiver_config,
-        transceiver::kvf_receive_request, transceiver::kvf_request_record);
+        transceiver_request::kvf_receive_request, transceiver_record::kvf_request_record);
     accepted!(elem: agent::kvf_quarantined_slot, engine::kvf_bytes, event::kvf_event,
         event::kvf_key, layout::kvf_group_desc, layout::kvf_view_desc, layout::kvf_section_desc,
         layout::kvf_tensor_desc, publication::kvf_published_group,
         publication::kvf_published_state, import::kvf_import_group, import::kvf_import_state,
-        import::kvf_slot_ref, transfer::kvf_part_info, transceiver::kvf_request_result);
+        import::kvf_slot_ref, transfer::kvf_part_info, transceiver_status::kvf_request_result);
     assert!(known.is_empty(), "not tried: {:?}", known.keys());
 }
 
