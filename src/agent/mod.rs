@@ -7,6 +7,7 @@
 mod api;
 mod begin;
 mod cells;
+mod claims;
 mod control;
 mod copying;
 mod count;
@@ -16,6 +17,7 @@ mod group;
 mod handles;
 mod handshake;
 mod import_cell;
+mod layout_wire;
 mod link;
 mod log;
 mod metadata;
