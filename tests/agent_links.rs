@@ -2,6 +2,8 @@
 //! and what is said of them in the end.
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod small_layout;
+
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::Arc;
@@ -11,11 +13,11 @@ use std::time::{Duration, Instant};
 use kvferry::agent::*;
 use kvferry::error::Status::{self, *};
 use kvferry::ids::Incarnation;
-use kvferry::layout::*;
 use kvferry::wire::opening::Answerer;
 use kvferry::wire::{self, Body, Frame};
 use prost::Message;
 use sha2::{Digest, Sha256};
+use small_layout::small_layout;
 
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(1500);
@@ -35,39 +37,7 @@ fn side(name: &str, listen: SocketAddr, peer_silence: Duration) -> Agent {
     };
     let agent = Agent::create(config, None).unwrap();
     let pool = agent.create_pool(4096, None, 0).unwrap();
-    let view = View {
-        role: Role::Key,
-        element_bits: 8,
-        heads: 1,
-        bytes_per_head: 64,
-        shards: 1,
-        shard: 0,
-        replicas: 1,
-        replica: 0,
-        sections: Vec::new(),
-        tensors: vec![Tensor { pool, offset: 0 }],
-        slots: 4,
-        strides: Strides {
-            slot: 64,
-            layer: 64,
-            token: 64,
-            head: 64,
-        },
-    };
-    let group = Group {
-        kind: GroupKind::Paged {
-            tokens_per_block: 1,
-            window: 0,
-        },
-        layers: vec![0],
-        ordinals: Ordinals::default(),
-        views: vec![view],
-    };
-    let layout = Layout {
-        groups: vec![group],
-        ..Layout::default()
-    };
-    agent.set_layout(layout).unwrap();
+    agent.set_layout(small_layout(pool, 64, 4)).unwrap();
     agent.set_engine(&[agent.metadata().unwrap()]).unwrap();
     agent
 }
