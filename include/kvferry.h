@@ -624,7 +624,8 @@ typedef struct kvf_agent_config {
    */
   uint64_t connect_ns;
   /**
-   * A peer that has sent nothing for this long is lost, in ns; 0 = 10 s.
+   * A peer that has sent nothing for this long, or was tried in vain for this long, is lost, in
+   * ns; 0 = 10 s.
    */
   uint64_t peer_silence_ns;
   /**

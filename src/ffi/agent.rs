@@ -44,7 +44,8 @@ pub struct kvf_agent_config {
     pub fingerprint: *const c_char,
     /// Connecting and shaking hands with a peer, one attempt, in ns; 0 = 10 s.
     pub connect_ns: u64,
-    /// A peer that has sent nothing for this long is lost, in ns; 0 = 10 s.
+    /// A peer that has sent nothing for this long, or was tried in vain for this long, is lost, in
+    /// ns; 0 = 10 s.
     pub peer_silence_ns: u64,
     /// Distance of heartbeats on an otherwise silent link, in ns; 0 = 3 s. Must be below
     /// `peer_silence_ns`, and below that of every peer.
