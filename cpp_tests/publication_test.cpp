@@ -57,6 +57,13 @@ TEST(Publication, EveryBadDescriptionIsRefusedAndChangesNothing) {
   refused(argument, "2 slots and a token_end of 0", [](auto& d) { d.group.token_end = 0; });
   refused(argument, "tokens 9..8", [](auto& d) { d.group.token_begin = 9; });
   refused(argument, "1 slots for the 2 blocks", [](auto& d) { d.group.num_slots = 1; });
+  refused(argument, "from block ordinal 2 on", [](auto& d) { d.group.first_ordinal = 2; });
+  refused(argument, "from block ordinal 18446744073709551615 on",
+          [](auto& d) { d.group.first_ordinal = UINT64_MAX; });
+  refused(argument, "token_end is KVF_TOKEN_END_ALL",
+          [](auto& d) { d.group.token_end = KVF_TOKEN_END_ALL; });
+  refused(argument, "as_of_token is KVF_AS_OF_ANY",
+          [](auto& d) { d.state.as_of_token = KVF_AS_OF_ANY; });
   refused(range, "group 2", [](auto& d) { d.group.group = 2; });
   refused(range, "slot 16 of group 0", [](auto& d) { d.slots[1] = 16; });
   refused(range, "slot -2 of group 0", [](auto& d) { d.slots[1] = -2; });

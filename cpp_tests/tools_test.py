@@ -197,11 +197,35 @@ class Plan(unittest.TestCase):
         self.plan(source, kv_file(case, "dst"), status=1)
         self.plan("not JSON", kv_file(case, "dst"), status=1)
 
-    def test_files_must_be_there(self):
-        done = subprocess.run([TOOLS / "kvferry-info", "--plan", "/nowhere/a", "/nowhere/b"],
-                              capture_output=True, text=True)
-        self.assertNotEqual(done.returncode, 0)
-        self.assertIn("/nowhere/a", done.stdout + done.stderr)
+    def test_what_is_wrong_with_a_file_is_told_with_its_name(self):
+        case = self.vectors["kv"][0]
+        good, empty, other = (self.folder / name for name in ["good.json", "empty.json", "other.json"])
+        good.write_text(json.dumps(kv_file(case, "src")))
+        empty.write_text("")
+        other.write_text("not JSON")
+        for bad, why in [("/nowhere/a", "does not exist"), (self.folder, "director"),
+                         (empty, f"cannot read {empty}: it is empty"),
+                         ("/proc/self/mem", "cannot read /proc/self/mem: Input/output error"),
+                         (other, "not a layout file")]:
+            for arguments in ["--plan", bad, good], ["--plan", good, bad], ["--peer", bad]:
+                if bad == other and arguments[0] == "--peer":
+                    why = "not kvferry metadata"
+                done = subprocess.run([TOOLS / "kvferry-info", *arguments], capture_output=True, text=True,
+                                      timeout=100)
+                self.assertNotEqual(done.returncode, 0, arguments)
+                text = done.stdout + done.stderr
+                self.assertIn(str(bad), text, arguments)
+                self.assertIn(why, text, arguments)
+        for bad, why in [("/nowhere/a", "does not exist"), (self.folder, "director"), (empty, "0 bytes")]:
+            done = subprocess.run([TOOLS / "kvferry-info", "--serve", self.folder / "meta", "--key-file", bad],
+                                  capture_output=True, text=True, timeout=100)
+            self.assertNotEqual(done.returncode, 0, bad)
+            self.assertIn(str(bad), done.stdout + done.stderr)
+            self.assertIn(why, done.stdout + done.stderr)
+        done = subprocess.run([TOOLS / "kvferry-info", "--serve", "/nowhere/meta"], capture_output=True, text=True,
+                              timeout=100)
+        self.assertEqual((done.returncode, done.stderr),
+                         (2, "kvferry-info: cannot write /nowhere/meta: No such file or directory\n"))
 
 
 class Bench(unittest.TestCase):

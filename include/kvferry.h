@@ -624,7 +624,8 @@ typedef struct kvf_agent_config {
    */
   uint64_t connect_ns;
   /**
-   * A peer that has sent nothing for this long is lost, in ns; 0 = 10 s.
+   * A peer that has sent nothing for this long, or was tried in vain for this long, is lost, in
+   * ns; 0 = 10 s.
    */
   uint64_t peer_silence_ns;
   /**
@@ -1466,6 +1467,7 @@ typedef struct kvf_published_group {
   size_t num_slots;
   /**
    * Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+   * Not beyond the block of the last valid token.
    */
   uint64_t first_ordinal;
   /**
@@ -1897,6 +1899,84 @@ typedef struct kvf_transceiver_config {
 } kvf_transceiver_config;
 
 /**
+ * What became of one request. Times are since its call, in ns; 0 = not yet.
+ */
+typedef struct kvf_request_record {
+  /**
+   * `sizeof(kvf_request_record)`.
+   */
+  size_t struct_size;
+  /**
+   * KVF_ABI_VERSION.
+   */
+  uint32_t abi_version;
+  /**
+   * KVF_SIDE_*.
+   */
+  uint32_t side;
+  /**
+   * The request.
+   */
+  struct kvf_key key;
+  /**
+   * KVF_OUTCOME_*, as far as known.
+   */
+  uint32_t outcome;
+  /**
+   * A kvf_status: why; KVF_IN_PROGRESS while pending.
+   */
+  int32_t cause;
+  /**
+   * The rank of the domain that decided the outcome.
+   */
+  uint32_t rank;
+  /**
+   * Bytes that the publisher attached: see kvf_transceiver_aux().
+   */
+  uint32_t aux_bytes;
+  /**
+   * The request's call, in ns since the transceiver was made.
+   */
+  uint64_t queued_ns;
+  /**
+   * The end on this rank, attested.
+   */
+  uint64_t ended_ns;
+  /**
+   * Memory safe on this rank.
+   */
+  uint64_t safe_ns;
+  /**
+   * The outcome was decided.
+   */
+  uint64_t decided_ns;
+  /**
+   * Bytes moved on this rank.
+   */
+  uint64_t bytes;
+  /**
+   * Bytes to move on this rank.
+   */
+  uint64_t bytes_total;
+  /**
+   * Data path, empty if none was needed; NUL-terminated.
+   */
+  char transport[16];
+  /**
+   * The first byte on this rank; context side: the first reader's contact.
+   */
+  uint64_t first_byte_ns;
+  /**
+   * The last byte on this rank, not attested yet; context side: the last reader's end.
+   */
+  uint64_t last_byte_ns;
+  /**
+   * `bytes` in the time between those two, in GB/s; 0 = nothing was moved, or context side.
+   */
+  double gb_per_s;
+} kvf_request_record;
+
+/**
  * What a generation request fetches, and into which slots.
  */
 typedef struct kvf_receive_request {
@@ -2038,84 +2118,6 @@ typedef struct kvf_request_result {
 } kvf_request_result;
 
 /**
- * What became of one request. Times are since its call, in ns; 0 = not yet.
- */
-typedef struct kvf_request_record {
-  /**
-   * `sizeof(kvf_request_record)`.
-   */
-  size_t struct_size;
-  /**
-   * KVF_ABI_VERSION.
-   */
-  uint32_t abi_version;
-  /**
-   * KVF_SIDE_*.
-   */
-  uint32_t side;
-  /**
-   * The request.
-   */
-  struct kvf_key key;
-  /**
-   * KVF_OUTCOME_*, as far as known.
-   */
-  uint32_t outcome;
-  /**
-   * A kvf_status: why; KVF_IN_PROGRESS while pending.
-   */
-  int32_t cause;
-  /**
-   * The rank of the domain that decided the outcome.
-   */
-  uint32_t rank;
-  /**
-   * Bytes that the publisher attached: see kvf_transceiver_aux().
-   */
-  uint32_t aux_bytes;
-  /**
-   * The request's call, in ns since the transceiver was made.
-   */
-  uint64_t queued_ns;
-  /**
-   * The end on this rank, attested.
-   */
-  uint64_t ended_ns;
-  /**
-   * Memory safe on this rank.
-   */
-  uint64_t safe_ns;
-  /**
-   * The outcome was decided.
-   */
-  uint64_t decided_ns;
-  /**
-   * Bytes moved on this rank.
-   */
-  uint64_t bytes;
-  /**
-   * Bytes to move on this rank.
-   */
-  uint64_t bytes_total;
-  /**
-   * Data path, empty if none was needed; NUL-terminated.
-   */
-  char transport[16];
-  /**
-   * The first byte on this rank; context side: the first reader's contact.
-   */
-  uint64_t first_byte_ns;
-  /**
-   * The last byte on this rank, not attested yet; context side: the last reader's end.
-   */
-  uint64_t last_byte_ns;
-  /**
-   * `bytes` in the time between those two, in GB/s; 0 = nothing was moved, or context side.
-   */
-  double gb_per_s;
-} kvf_request_record;
-
-/**
  * What kvf_transfer_query() tells. Outcome and safety are separate: a transfer that has failed
  * may still be written to, and then its slots must not be reused.
  */
@@ -2229,12 +2231,17 @@ KVF_NOEXCEPT;
  * Ends an agent: everything still running fails with KVF_ERR_SHUTDOWN, peers are told, threads
  * are joined. The handle is gone whatever is returned, KVF_ERR_REENTRANT excepted.
  *
+ * The time-out bounds the wait for copies that are running, on a peer that does not answer for
+ * instance; an agent without any is destroyed with KVF_OK whatever it is. kvferry's own threads end
+ * promptly, after the last messages to the peers (200 ms at most for those that do not read, one
+ * second for copies out of memory that is mapped here); should one hang, that is told after 5 s.
+ *
  * Pools, publications, transfers and peers of the agent stay valid handles: their calls return
  * KVF_ERR_SHUTDOWN, and each still needs its `_destroy`. The memory of a pool made by kvferry
  * stays mapped until its kvf_pool_destroy(). In a forked child only local memory is freed.
  *
  * @param agent       The agent, or NULL.
- * @param timeout_ns  Longest wait for running copies and threads, in ns; 0 = none.
+ * @param timeout_ns  Longest wait for running copies, in ns; 0 = none.
  * @return KVF_OK: no memory of the caller is touched any more; KVF_ERR_DEADLINE: a thread was
  *         still busy and was left behind, slots of running transfers must not be reused.
  *
@@ -2541,6 +2548,10 @@ KVF_NOEXCEPT;
  * Never blocks on the network; kvf_peer_wait() or KVF_EVENT_PEER_READY tells when it is there.
  * Transfers may be begun at once, they wait inside their deadline.
  *
+ * The same engine may be added again: each call gives a handle of its own, with its own user_data and
+ * events; they share one connection, and each is removed by itself. An engine is known by its agents'
+ * incarnations and not by their names: after a restart it is another peer, under whatever name.
+ *
  * @param      agent            An agent with an engine.
  * @param[in]  engine_metadata  kvf_engine_metadata() of the other side. Not kept.
  * @param      metadata_bytes   Its length.
@@ -2548,7 +2559,8 @@ KVF_NOEXCEPT;
  * @param[out] peer             Receives the peer; end it with kvf_peer_destroy().
  * @return KVF_OK; KVF_ERR_INCOMPATIBLE with the field and both values when the caches do not fit,
  *         before any data moves; KVF_ERR_STATE before kvf_engine_create();
- *         KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata and for this agent's own engine;
+ *         KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata, for this agent's own engine, and
+ *         for metadata that says other things of an agent than that of a peer there is;
  *         KVF_ERR_ABI_MISMATCH for metadata of another major version.
  *
  * # Safety
@@ -3111,6 +3123,137 @@ kvf_status kvf_transceiver_shutdown(struct kvf_transceiver *transceiver,
 KVF_NOEXCEPT;
 
 /**
+ * Push: sends a prefilled request's slots into what the generation side has offered. The key is
+ * the offer's. Never blocks; how it went is told by
+ * kvf_transceiver_check_context_transfer_status().
+ *
+ * An offer is one generation rank's, so a context rank feeds one generation rank; every context
+ * rank that holds a part of it pushes with the same bytes. Where a context rank must feed
+ * several, use KVF_DIRECTION_PULL.
+ *
+ * @param     transceiver  A transceiver made with KVF_DIRECTION_PUSH.
+ * @param[in] request      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept. `deadline_ns` 0 =
+ *                         the transceiver's `transfer_ns`.
+ * @return KVF_OK; KVF_ERR_STATE for a transceiver made for pull, and when the domain ended the
+ *         request before it came; KVF_ERR_DUPLICATE while the key is in use here;
+ *         KVF_ERR_GROUP_LOST, KVF_ERR_SHUTDOWN; otherwise as kvf_push_begin(). Nothing has changed
+ *         then.
+ *
+ * # Safety
+ * @p transceiver and `request->peer` must be live, @p request point to `request->struct_size`
+ * readable bytes and its pointers to what they say.
+ */
+kvf_status kvf_transceiver_push_async(struct kvf_transceiver *transceiver,
+                                      const struct kvf_push_desc *request)
+KVF_NOEXCEPT;
+
+/**
+ * Push: gives the offer of a receive that is in flight. It travels to the context side, which
+ * answers it by kvf_transceiver_push_async().
+ *
+ * @param      transceiver  The transceiver.
+ * @param      key          The request.
+ * @param[out] buf          Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_offer(const struct kvf_transceiver *transceiver,
+                                 struct kvf_key key,
+                                 void *buf,
+                                 size_t cap,
+                                 size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Tells what became of a request, while it is in flight and for the last `records` ended ones.
+ *
+ * @param         transceiver  The transceiver.
+ * @param         key          The request; the generation side's if both have it.
+ * @param[in,out] record       Start from KVF_REQUEST_RECORD_INIT; written up to
+ *                             `record->struct_size`.
+ * @return KVF_OK; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p record point to `record->struct_size` writable bytes.
+ */
+kvf_status kvf_transceiver_record(const struct kvf_transceiver *transceiver,
+                                  struct kvf_key key,
+                                  struct kvf_request_record *record)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the bytes that the publisher attached to a request (first tokens, draft tokens).
+ *
+ * @param      transceiver  The transceiver.
+ * @param      key          The request.
+ * @param[out] buf          Receives the bytes; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size, also when @p buf is too small; may be NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_aux(const struct kvf_transceiver *transceiver,
+                               struct kvf_key key,
+                               void *buf,
+                               size_t cap,
+                               size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Gives what went wrong with a request, for people; empty if nothing did.
+ *
+ * @param      transceiver  The transceiver.
+ * @param      key          The request.
+ * @param[out] buf          Receives the text, cut to @p cap bytes with its NUL; may be NULL when
+ *                          @p cap is 0.
+ * @param      cap          Size of @p buf in bytes.
+ * @param[out] needed       Receives the whole size with the NUL; may be NULL.
+ * @return KVF_OK; KVF_ERR_NOT_FOUND.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_error_text(const struct kvf_transceiver *transceiver,
+                                      struct kvf_key key,
+                                      char *buf,
+                                      size_t cap,
+                                      size_t *needed)
+KVF_NOEXCEPT;
+
+/**
+ * Gives the records of the last ended requests as text: request, side, outcome, cause, times
+ * (queued, first byte, last byte, attested, decided, safe), bytes, GB/s, transport. Takes nothing
+ * away. Times are in ns since the request's call, `queued_ns` since the transceiver was made.
+ *
+ * @param      transceiver  The transceiver.
+ * @param      format       KVF_RECORDS_*.
+ * @param[out] buf          Receives the NUL-terminated text; may be NULL when @p cap is 0.
+ * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
+ * @param[out] needed       Receives the size with the NUL, also when @p buf is too small; may be
+ *                          NULL.
+ * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small.
+ *
+ * # Safety
+ * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
+ * writable.
+ */
+kvf_status kvf_transceiver_records_text(const struct kvf_transceiver *transceiver,
+                                        uint32_t format,
+                                        char *buf,
+                                        size_t cap,
+                                        size_t *needed)
+KVF_NOEXCEPT;
+
+/**
  * Offers a prefilled request's slots to whoever shows the ticket. Never blocks.
  *
  * In pull mode "send" publishes: the generation side reads. How it went is told by
@@ -3253,163 +3396,6 @@ kvf_status kvf_transceiver_cancel(struct kvf_transceiver *transceiver,
 KVF_NOEXCEPT;
 
 /**
- * Tells whether a request's memory may still be in use, on any rank where ranks agree.
- *
- * @param transceiver  The transceiver.
- * @param key          The request.
- * @return KVF_IN_PROGRESS: it may be; KVF_OK: it is not, or the key is unknown.
- *
- * # Safety
- * @p transceiver must be live.
- */
-kvf_status kvf_transceiver_has_inflight(const struct kvf_transceiver *transceiver,
-                                        struct kvf_key key)
-KVF_NOEXCEPT;
-
-/**
- * Tells whether all receives have ended, are safe and were reported.
- *
- * @param transceiver  The transceiver.
- * @return KVF_OK: they have; KVF_IN_PROGRESS.
- *
- * # Safety
- * @p transceiver must be live.
- */
-kvf_status kvf_transceiver_check_gen_transfer_complete(const struct kvf_transceiver *transceiver)
-KVF_NOEXCEPT;
-
-/**
- * Tells what became of a request, while it is in flight and for the last `records` ended ones.
- *
- * @param         transceiver  The transceiver.
- * @param         key          The request; the generation side's if both have it.
- * @param[in,out] record       Start from KVF_REQUEST_RECORD_INIT; written up to
- *                             `record->struct_size`.
- * @return KVF_OK; KVF_ERR_NOT_FOUND.
- *
- * # Safety
- * @p transceiver must be live, @p record point to `record->struct_size` writable bytes.
- */
-kvf_status kvf_transceiver_record(const struct kvf_transceiver *transceiver,
-                                  struct kvf_key key,
-                                  struct kvf_request_record *record)
-KVF_NOEXCEPT;
-
-/**
- * Gives the bytes that the publisher attached to a request (first tokens, draft tokens).
- *
- * @param      transceiver  The transceiver.
- * @param      key          The request.
- * @param[out] buf          Receives the bytes; may be NULL when @p cap is 0.
- * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
- * @param[out] needed       Receives the size, also when @p buf is too small; may be NULL.
- * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small; KVF_ERR_NOT_FOUND.
- *
- * # Safety
- * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
- * writable.
- */
-kvf_status kvf_transceiver_aux(const struct kvf_transceiver *transceiver,
-                               struct kvf_key key,
-                               void *buf,
-                               size_t cap,
-                               size_t *needed)
-KVF_NOEXCEPT;
-
-/**
- * Gives what went wrong with a request, for people; empty if nothing did.
- *
- * @param      transceiver  The transceiver.
- * @param      key          The request.
- * @param[out] buf          Receives the text, cut to @p cap bytes with its NUL; may be NULL when
- *                          @p cap is 0.
- * @param      cap          Size of @p buf in bytes.
- * @param[out] needed       Receives the whole size with the NUL; may be NULL.
- * @return KVF_OK; KVF_ERR_NOT_FOUND.
- *
- * # Safety
- * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
- * writable.
- */
-kvf_status kvf_transceiver_error_text(const struct kvf_transceiver *transceiver,
-                                      struct kvf_key key,
-                                      char *buf,
-                                      size_t cap,
-                                      size_t *needed)
-KVF_NOEXCEPT;
-
-/**
- * Push: sends a prefilled request's slots into what the generation side has offered. The key is
- * the offer's. Never blocks; how it went is told by
- * kvf_transceiver_check_context_transfer_status().
- *
- * An offer is one generation rank's, so a context rank feeds one generation rank; every context
- * rank that holds a part of it pushes with the same bytes. Where a context rank must feed
- * several, use KVF_DIRECTION_PULL.
- *
- * @param     transceiver  A transceiver made with KVF_DIRECTION_PUSH.
- * @param[in] request      Start from KVF_PUSH_DESC_INIT. Nothing of it is kept. `deadline_ns` 0 =
- *                         the transceiver's `transfer_ns`.
- * @return KVF_OK; KVF_ERR_STATE for a transceiver made for pull, and when the domain ended the
- *         request before it came; KVF_ERR_DUPLICATE while the key is in use here;
- *         KVF_ERR_GROUP_LOST, KVF_ERR_SHUTDOWN; otherwise as kvf_push_begin(). Nothing has changed
- *         then.
- *
- * # Safety
- * @p transceiver and `request->peer` must be live, @p request point to `request->struct_size`
- * readable bytes and its pointers to what they say.
- */
-kvf_status kvf_transceiver_push_async(struct kvf_transceiver *transceiver,
-                                      const struct kvf_push_desc *request)
-KVF_NOEXCEPT;
-
-/**
- * Push: gives the offer of a receive that is in flight. It travels to the context side, which
- * answers it by kvf_transceiver_push_async().
- *
- * @param      transceiver  The transceiver.
- * @param      key          The request.
- * @param[out] buf          Receives the bytes; may be NULL when @p cap is 0.
- * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
- * @param[out] needed       Receives the size, also when @p buf is too small; may be NULL.
- * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small; KVF_ERR_NOT_FOUND.
- *
- * # Safety
- * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
- * writable.
- */
-kvf_status kvf_transceiver_offer(const struct kvf_transceiver *transceiver,
-                                 struct kvf_key key,
-                                 void *buf,
-                                 size_t cap,
-                                 size_t *needed)
-KVF_NOEXCEPT;
-
-/**
- * Gives the records of the last ended requests as text: request, side, outcome, cause, times
- * (queued, first byte, last byte, attested, decided, safe), bytes, GB/s, transport. Takes nothing
- * away. Times are in ns since the request's call, `queued_ns` since the transceiver was made.
- *
- * @param      transceiver  The transceiver.
- * @param      format       KVF_RECORDS_*.
- * @param[out] buf          Receives the NUL-terminated text; may be NULL when @p cap is 0.
- * @param      cap          Size of @p buf in bytes; 0 only asks for the size.
- * @param[out] needed       Receives the size with the NUL, also when @p buf is too small; may be
- *                          NULL.
- * @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small.
- *
- * # Safety
- * @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
- * writable.
- */
-kvf_status kvf_transceiver_records_text(const struct kvf_transceiver *transceiver,
-                                        uint32_t format,
-                                        char *buf,
-                                        size_t cap,
-                                        size_t *needed)
-KVF_NOEXCEPT;
-
-/**
  * Reports context requests that have ended, and memory that became safe.
  *
  * Waits until @p at_least requests have ended (failed and cancelled ones count), clamped to what
@@ -3519,6 +3505,32 @@ kvf_status kvf_transceiver_apply(struct kvf_transceiver *transceiver,
                                  size_t cap,
                                  size_t *n,
                                  uint32_t *more)
+KVF_NOEXCEPT;
+
+/**
+ * Tells whether a request's memory may still be in use, on any rank where ranks agree.
+ *
+ * @param transceiver  The transceiver.
+ * @param key          The request.
+ * @return KVF_IN_PROGRESS: it may be; KVF_OK: it is not, or the key is unknown.
+ *
+ * # Safety
+ * @p transceiver must be live.
+ */
+kvf_status kvf_transceiver_has_inflight(const struct kvf_transceiver *transceiver,
+                                        struct kvf_key key)
+KVF_NOEXCEPT;
+
+/**
+ * Tells whether all receives have ended, are safe and were reported.
+ *
+ * @param transceiver  The transceiver.
+ * @return KVF_OK: they have; KVF_IN_PROGRESS.
+ *
+ * # Safety
+ * @p transceiver must be live.
+ */
+kvf_status kvf_transceiver_check_gen_transfer_complete(const struct kvf_transceiver *transceiver)
 KVF_NOEXCEPT;
 
 /**

@@ -492,7 +492,40 @@ struct Push {
 };
 
 namespace detail {
-// Points into its arguments.
+// These point into their arguments.
+inline kvf_publish_desc publish_desc(const Offer& offer) {
+  kvf_publish_desc desc = KVF_PUBLISH_DESC_INIT;
+  desc.key = offer.key;
+  desc.groups = offer.groups.data();
+  desc.num_groups = offer.groups.size();
+  desc.states = offer.states.data();
+  desc.num_states = offer.states.size();
+  desc.stream = offer.stream;
+  desc.claim_ns = ns(offer.claim);
+  desc.lease_ns = ns(offer.lease);
+  desc.aux = offer.aux.data();
+  desc.aux_bytes = offer.aux.size();
+  desc.prefix_tag = offer.prefix_tag;
+  desc.user_data = offer.user_data;
+  return desc;
+}
+
+// What every descriptor of a destination has, from an Import or a Receive.
+template <class Desc, class Wanted>
+void want(Desc& desc, const Wanted& what) {
+  desc.groups = what.groups.data();
+  desc.num_groups = what.groups.size();
+  desc.states = what.states.data();
+  desc.num_states = what.states.size();
+  desc.owned_only = what.owned_only.data();
+  desc.num_owned_only = what.owned_only.size();
+  desc.stream = what.stream;
+  desc.deadline_ns = ns(what.deadline);
+  desc.priority = what.priority;
+  desc.prefix_tag = what.prefix_tag;
+  desc.user_data = what.user_data;
+}
+
 inline kvf_push_desc push_desc(const Peer& peer, const Bytes& offer, const Push& what) {
   kvf_push_desc desc = KVF_PUSH_DESC_INIT;
   desc.peer = peer.c();
@@ -700,19 +733,7 @@ class Agent {
 
   // kvf_publish().
   Publication publish(const Offer& offer) {
-    kvf_publish_desc desc = KVF_PUBLISH_DESC_INIT;
-    desc.key = offer.key;
-    desc.groups = offer.groups.data();
-    desc.num_groups = offer.groups.size();
-    desc.states = offer.states.data();
-    desc.num_states = offer.states.size();
-    desc.stream = offer.stream;
-    desc.claim_ns = detail::ns(offer.claim);
-    desc.lease_ns = detail::ns(offer.lease);
-    desc.aux = offer.aux.data();
-    desc.aux_bytes = offer.aux.size();
-    desc.prefix_tag = offer.prefix_tag;
-    desc.user_data = offer.user_data;
+    const kvf_publish_desc desc = detail::publish_desc(offer);
     return Publication(make<Publication::Owner>(kvf_publish, agent_, &desc));
   }
   // kvf_publish() of one group's tokens [0, token_end).
@@ -730,17 +751,7 @@ class Agent {
     desc.peer = peer.c();
     desc.ticket = ticket.data();
     desc.ticket_bytes = ticket.size();
-    desc.groups = what.groups.data();
-    desc.num_groups = what.groups.size();
-    desc.states = what.states.data();
-    desc.num_states = what.states.size();
-    desc.owned_only = what.owned_only.data();
-    desc.num_owned_only = what.owned_only.size();
-    desc.stream = what.stream;
-    desc.deadline_ns = detail::ns(what.deadline);
-    desc.priority = what.priority;
-    desc.prefix_tag = what.prefix_tag;
-    desc.user_data = what.user_data;
+    detail::want(desc, what);
     return Transfer(make<Transfer::Owner>(kvf_import_begin, agent_, &desc));
   }
   // kvf_pull_begin(): one group.
@@ -765,17 +776,7 @@ class Agent {
   Transfer receive_begin(const Receive& what, const Peer* sender = nullptr) {
     kvf_receive_desc desc = KVF_RECEIVE_DESC_INIT;
     desc.key = what.key;
-    desc.groups = what.groups.data();
-    desc.num_groups = what.groups.size();
-    desc.states = what.states.data();
-    desc.num_states = what.states.size();
-    desc.owned_only = what.owned_only.data();
-    desc.num_owned_only = what.owned_only.size();
-    desc.stream = what.stream;
-    desc.deadline_ns = detail::ns(what.deadline);
-    desc.priority = what.priority;
-    desc.prefix_tag = what.prefix_tag;
-    desc.user_data = what.user_data;
+    detail::want(desc, what);
     if (sender != nullptr) desc.peer = sender->c();
     return Transfer(make<Transfer::Owner>(kvf_receive_begin, agent_, &desc));
   }

@@ -114,19 +114,7 @@ class CacheTransceiver {
 
   // Gives the ticket, which travels to the generation side with the request.
   Bytes respondAndSendAsync(const Offer& offer) {
-    kvf_publish_desc request = KVF_PUBLISH_DESC_INIT;
-    request.key = offer.key;
-    request.groups = offer.groups.data();
-    request.num_groups = offer.groups.size();
-    request.states = offer.states.data();
-    request.num_states = offer.states.size();
-    request.stream = offer.stream;
-    request.claim_ns = detail::ns(offer.claim);
-    request.lease_ns = detail::ns(offer.lease);
-    request.aux = offer.aux.data();
-    request.aux_bytes = offer.aux.size();
-    request.prefix_tag = offer.prefix_tag;
-    request.user_data = offer.user_data;
+    const kvf_publish_desc request = detail::publish_desc(offer);
     Bytes bytes(most_tickets);
     std::size_t needed = 0;
     const kvf_status status = kvf_transceiver_respond_and_send_async(
@@ -303,17 +291,7 @@ class CacheTransceiver {
     r.peer = request.peer ? request.peer->c() : nullptr;
     r.ticket = request.ticket.data();
     r.ticket_bytes = request.ticket.size();
-    r.groups = request.what.groups.data();
-    r.num_groups = request.what.groups.size();
-    r.states = request.what.states.data();
-    r.num_states = request.what.states.size();
-    r.owned_only = request.what.owned_only.data();
-    r.num_owned_only = request.what.owned_only.size();
-    r.stream = request.what.stream;
-    r.deadline_ns = detail::ns(request.what.deadline);
-    r.priority = request.what.priority;
-    r.prefix_tag = request.what.prefix_tag;
-    r.user_data = request.what.user_data;
+    detail::want(r, request.what);
     return r;
   }
 

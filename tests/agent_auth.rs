@@ -1,6 +1,8 @@
 //! The pre-shared key between agents, and what strangers may do at a listener: nothing.
 #![allow(missing_docs, clippy::unwrap_used, clippy::panic)]
 
+mod small_layout;
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
@@ -8,9 +10,9 @@ use std::time::{Duration, Instant};
 use kvferry::agent::*;
 use kvferry::error::Status::{self, *};
 use kvferry::ids::{Incarnation, Key};
-use kvferry::layout::*;
 use kvferry::wire::opening::{Caller, Purpose};
 use kvferry::wire::{self, Body, Frame};
+use small_layout::small_layout;
 
 const LONG: Duration = Duration::from_secs(20);
 const SLOT: u64 = 1 << 20;
@@ -56,40 +58,7 @@ fn configured(
     configure(&mut config);
     let agent = Agent::create(config, None).unwrap();
     let pool = agent.create_pool(4 * SLOT, None, 0).unwrap();
-    let view = View {
-        role: Role::Key,
-        element_bits: 8,
-        heads: 1,
-        bytes_per_head: SLOT,
-        shards: 1,
-        shard: 0,
-        replicas: 1,
-        replica: 0,
-        sections: Vec::new(),
-        tensors: vec![Tensor { pool, offset: 0 }],
-        slots: 4,
-        strides: Strides {
-            slot: SLOT,
-            layer: SLOT,
-            token: SLOT,
-            head: SLOT,
-        },
-    };
-    let group = Group {
-        kind: GroupKind::Paged {
-            tokens_per_block: 1,
-            window: 0,
-        },
-        layers: vec![0],
-        ordinals: Ordinals::default(),
-        views: vec![view],
-    };
-    agent
-        .set_layout(Layout {
-            groups: vec![group],
-            ..Layout::default()
-        })
-        .unwrap();
+    agent.set_layout(small_layout(pool, SLOT, 4)).unwrap();
     agent.set_engine(&[agent.metadata().unwrap()]).unwrap();
     let pool = agent.pool_memory(pool).unwrap();
     Side {

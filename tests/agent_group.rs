@@ -1,13 +1,15 @@
 //! Messages between the ranks of one engine: order, arrival before the join, loss, alarm.
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod small_layout;
+
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, RwLock, Weak};
 use std::time::Duration;
 
 use kvferry::agent::*;
 use kvferry::error::{Error, Status};
-use kvferry::layout::*;
+use small_layout::small_layout;
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -58,39 +60,9 @@ fn rank_of(world: u32, rank: u32) -> Agent {
     };
     let agent = Agent::create(config, None).unwrap();
     let pool = agent.create_pool(4096, None, 0).unwrap();
-    let view = View {
-        role: Role::Key,
-        element_bits: 8,
-        heads: 1,
-        bytes_per_head: 64,
-        shards: world,
-        shard: rank,
-        replicas: 1,
-        replica: 0,
-        sections: Vec::new(),
-        tensors: vec![Tensor { pool, offset: 0 }],
-        slots: 16,
-        strides: Strides {
-            slot: 64,
-            layer: 0,
-            token: 64,
-            head: 64,
-        },
-    };
-    let kind = GroupKind::Paged {
-        tokens_per_block: 1,
-        window: 0,
-    };
-    let group = Group {
-        kind,
-        layers: vec![0],
-        ordinals: Ordinals::default(),
-        views: vec![view],
-    };
-    let mut layout = Layout {
-        groups: vec![group],
-        ..Layout::default()
-    };
+    let mut layout = small_layout(pool, 64, 16);
+    let view = &mut layout.groups[0].views[0];
+    (view.shards, view.shard) = (world, rank);
     layout.coordinates.global_rank = rank;
     layout.coordinates.tp_rank = rank;
     layout.coordinates.tp_size = world;

@@ -313,6 +313,26 @@ fn bad_arguments_change_nothing() {
         KVF_ERR_INVALID_ARGUMENT,
         "1 slots for the 2 blocks",
     );
+    let from = |first: u64, slots: &[i32]| {
+        let mut offer = offer(1, slots, 8);
+        offer.groups[0].first_ordinal = first;
+        offer
+    };
+    for (first, slots) in [(2, &[3][..]), (3, &[]), (3, &[3]), (u64::MAX, &[3])] {
+        let text = format!(
+            "group 0: a table of {} slots from block ordinal {first} on, but the 8 tokens end with \
+             the 2 blocks of 4 tokens before it",
+            slots.len()
+        );
+        refuse(from(first, slots), KVF_ERR_INVALID_ARGUMENT, &text);
+    }
+    for (first, slots) in [(1, &[3][..]), (2, &[])] {
+        let publication = source.agent.publish(from(first, slots)).unwrap();
+        publication.release();
+        assert_eq!(ended(&publication), KVF_ERR_CANCELLED);
+    }
+    let text = "token_end is KVF_TOKEN_END_ALL";
+    refuse(offer(1, &[3], u64::MAX), KVF_ERR_INVALID_ARGUMENT, text);
     let publication = source.agent.publish(offer(1, &[3, 9], 8)).unwrap();
     let refuse = |desc: ImportDesc, status: Status, text: &str| {
         let err = sink.agent.import_begin(&peer, desc).unwrap_err();
@@ -335,6 +355,10 @@ fn bad_arguments_change_nothing() {
     let mut beyond = want(t, &[1, 2, 3], 0);
     beyond.groups[0].token_end = 12;
     refuse(beyond, KVF_ERR_OUT_OF_RANGE, "published 0..8");
+    let mut late = want(t, &[1], 0);
+    (late.groups[0].first_ordinal, late.groups[0].token_end) = (2, 8);
+    let text = "group 0: a table of 1 slots from block ordinal 2 on, but the 8 tokens";
+    refuse(late, KVF_ERR_INVALID_ARGUMENT, text);
     // Nothing was marked: the slots are free.
     let transfer = sink.agent.import_begin(&peer, want(t, &[1, 2], 0)).unwrap();
     assert_eq!(transfer.wait(LONG), KVF_OK);
@@ -444,6 +468,23 @@ fn shutdown_fails_what_runs_and_tells_the_peer() {
     assert!(matches!(err, Ok(KVF_ERR_PEER_LOST)), "{err:?}");
     let kinds: Vec<EventKind> = sink.events().iter().map(|e| e.kind).collect();
     assert!(kinds.contains(&EventKind::PeerReady) && kinds.contains(&EventKind::PeerLost));
+}
+
+#[test]
+fn an_agent_with_nothing_in_flight_ends_in_success_whatever_the_time_out() {
+    for round in 0..20 {
+        let (source, sink, peer) = pair(Timeouts::default());
+        let publication = source.agent.publish(offer(1, &[3], 4)).unwrap();
+        let wanted = want(publication.ticket(), &[7], 0);
+        let transfer = sink.agent.import_begin(&peer, wanted).unwrap();
+        assert_eq!(transfer.wait(LONG), KVF_OK, "{}", transfer.error_text());
+        assert_eq!(sink.agent.shutdown(Duration::ZERO), Ok(()), "{round}");
+        assert_eq!(ended(&publication), KVF_OK);
+        // A publication that nobody reads is ended and needs no time either.
+        let unread = source.agent.publish(offer(2, &[4], 4)).unwrap();
+        assert_eq!(source.agent.shutdown(Duration::ZERO), Ok(()), "{round}");
+        assert_eq!(ended(&unread), KVF_ERR_SHUTDOWN);
+    }
 }
 
 #[test]

@@ -26,11 +26,11 @@
 //   drain MS                              -> status
 #include <dlfcn.h>
 
-#include <iostream>
 #include <map>
 #include <sstream>
 #include <thread>
 
+#include "../support/serve.hpp"
 #include "model.hpp"
 #include "times.hpp"
 
@@ -247,20 +247,5 @@ class Program {
 
 int main(int argc, char** argv) {
   if (argc != 11) return 2;
-  try {
-    Program program(argv[1], argv[2], Model::parse(argv + 3));
-    std::cout << "ready" << std::endl;
-    for (std::string line; std::getline(std::cin, line);) {
-      std::string answer;
-      try {
-        answer = program.run(line);
-      } catch (const std::exception& e) {
-        answer = std::string("error ") + e.what();
-      }
-      std::cout << answer << std::endl;
-    }
-  } catch (const std::exception& e) {
-    std::cout << "error " << e.what() << std::endl;
-    return 1;
-  }
+  return kvferry_test::serve_lines([&] { return Program(argv[1], argv[2], Model::parse(argv + 3)); });
 }

@@ -17,11 +17,11 @@
 //   differs SLOT SEED SOURCE_SLOT        -> first difference or "same"
 //   copied                               -> bytes that the CUDA double has copied in this process
 //   unregister MS | drain MS | destroy MS -> status
-#include <iostream>
 #include <map>
 #include <sstream>
 #include <thread>
 
+#include "../support/serve.hpp"
 #include "cache.hpp"
 
 using namespace process_test;
@@ -169,20 +169,5 @@ int main(int argc, char** argv) {
   shape.slots = static_cast<std::uint32_t>(std::stoul(argv[3]));
   shape.tokens_per_block = static_cast<std::uint32_t>(std::stoul(argv[4]));
   shape.memory = memory_kind(argv[5]);
-  try {
-    Program program(argv[1], shape);
-    std::cout << "ready" << std::endl;
-    for (std::string line; std::getline(std::cin, line);) {
-      std::string answer;
-      try {
-        answer = program.run(line);
-      } catch (const std::exception& e) {
-        answer = std::string("error ") + e.what();
-      }
-      std::cout << answer << std::endl;
-    }
-  } catch (const std::exception& e) {
-    std::cout << "error " << e.what() << std::endl;
-    return 1;
-  }
+  return kvferry_test::serve_lines([&] { return Program(argv[1], shape); });
 }

@@ -14,9 +14,9 @@
 //   finish                  -> bytes that came to its destination ranks, as the transfers say
 //   release                 -> ok
 //   check                   -> bytes compared with what must have been moved, or "differs ..."
-#include <iostream>
 #include <sstream>
 
+#include "../support/serve.hpp"
 #include "rank.hpp"
 
 using namespace reshard;
@@ -143,20 +143,5 @@ class Program {
 
 int main(int argc, char** argv) {
   if (argc < 3) return 2;
-  try {
-    Program program(shape(argv[1]), {argv + 2, argv + argc});
-    std::cout << "ready" << std::endl;
-    for (std::string line; std::getline(std::cin, line);) {
-      std::string answer;
-      try {
-        answer = program.run(line);
-      } catch (const std::exception& e) {
-        answer = std::string("error ") + e.what();
-      }
-      std::cout << answer << std::endl;
-    }
-  } catch (const std::exception& e) {
-    std::cout << "error " << e.what() << std::endl;
-    return 1;
-  }
+  return kvferry_test::serve_lines([&] { return Program(shape(argv[1]), {argv + 2, argv + argc}); });
 }

@@ -45,6 +45,7 @@ impl Control {
             return;
         }
         remote.state = LinkState::Dialling(now + timeout);
+        remote.reach.trying(now);
         let info = remote.info();
         let unix = (info.host == host).then(|| unix_name(agent));
         let address = info.address;
@@ -64,10 +65,17 @@ impl Control {
             };
             let _ = dialled.send((agent, result));
         });
-        self.timers.set(Timer::Remote(agent), Some(now + timeout));
+        self.arm_remote(agent);
     }
 
     pub fn dial_done(&mut self, agent: Incarnation, result: std::result::Result<Socket, Failure>) {
+        let dialling = self
+            .remotes
+            .get(&agent)
+            .is_some_and(|r| matches!(r.state, LinkState::Dialling(_)));
+        if !dialling {
+            return; // the other side's link came first
+        }
         match result {
             Ok(socket) => {
                 if let Err(e) = self.greet(agent, socket) {
@@ -75,32 +83,17 @@ impl Control {
                 }
             }
             Err(Failure::Broken(e)) => self.dial_failed(agent, e),
-            Err(Failure::Final(e)) => {
-                let dialling = self
-                    .remotes
-                    .get(&agent)
-                    .is_some_and(|r| matches!(r.state, LinkState::Dialling(_)));
-                if dialling {
-                    self.remote_lost(agent, End::new(e.status, e.text));
-                }
-            }
+            Err(Failure::Final(e)) => self.remote_lost(agent, End::new(e.status, e.text)),
         }
     }
 
-    pub fn greet(&mut self, agent: Incarnation, socket: Socket) -> Result<()> {
+    fn greet(&mut self, agent: Incarnation, socket: Socket) -> Result<()> {
         let own = self.shared.lock().engine()?;
         let hello = wire::Hello {
             rank: own.info.ranks[own.index].layout.coordinates.global_rank,
             engine: own.metadata.clone(),
             name: self.shared.config.name.clone(),
         };
-        let dialling = self
-            .remotes
-            .get(&agent)
-            .is_some_and(|r| matches!(r.state, LinkState::Dialling(_)));
-        if !dialling {
-            return Ok(()); // the other side's link came first
-        }
         let link = self.open_link(socket)?;
         self.link_owner.insert(link.id, agent);
         link.send(Body::Hello(hello));
@@ -108,7 +101,7 @@ impl Control {
         if let Some(remote) = self.remotes.get_mut(&agent) {
             remote.state = LinkState::Greeting(link, until);
         }
-        self.timers.set(Timer::Remote(agent), Some(until));
+        self.arm_remote(agent);
         Ok(())
     }
 
@@ -126,31 +119,18 @@ impl Control {
         Ok(link)
     }
 
-    /// An attempt failed. Nobody listening is as good as a death notice: the name or port is held
-    /// for an agent's whole life. Everything else is tried again.
+    /// An attempt failed: another one follows, unless nobody listening there is a death notice.
     pub fn dial_failed(&mut self, agent: Incarnation, e: Error) {
         let now = self.now();
         let Some(remote) = self.remotes.get_mut(&agent) else {
             return;
         };
-        remote.attempts += 1;
+        let pause = remote.reach.failed(now, &e.text);
         let refused = e.status == Status::KVF_ERR_PEER_LOST;
-        let heard_ago = now.saturating_sub(remote.last_heard);
-        if refused || heard_ago >= self.shared.config.timeouts.peer_silence {
-            let end = End::new(
-                if remote.memory_asked.is_some() {
-                    Status::KVF_ERR_PEER_LOST
-                } else {
-                    Status::KVF_ERR_PEER_UNREACHABLE
-                },
-                format!("agent {} cannot be reached: {e}", remote.info().name),
-            );
-            return self.remote_lost(agent, end);
+        if refused && remote.gone_if_refused() {
+            return self.unreachable(agent);
         }
-        remote.route.attempt_failed(&e);
-        let pause = Duration::from_millis(20) * 2u32.pow(remote.attempts.min(7));
-        remote.state = LinkState::Down(now + pause);
-        self.timers.set(Timer::Remote(agent), Some(now + pause));
+        self.down(agent, pause, &e);
     }
 
     /// Somebody has connected. Nothing but the opening is read before it has succeeded.
@@ -359,7 +339,7 @@ impl Control {
             if let Some(remote) = self.remotes.get_mut(&agent) {
                 remote.state = LinkState::Down(again);
             }
-            self.timers.set(Timer::Remote(agent), Some(again));
+            self.arm_remote(agent);
             return;
         }
         if status == Status::KVF_ERR_STATE {

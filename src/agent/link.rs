@@ -281,19 +281,22 @@ async fn write(
 /// Connects to an agent: its Unix socket if it may be on this host, else TCP.
 ///
 /// # Errors
-/// `KVF_ERR_PEER_LOST` if nobody listens there, `KVF_ERR_PEER_UNREACHABLE` otherwise.
+/// `KVF_ERR_PEER_LOST` if every address there is was refused, `KVF_ERR_PEER_UNREACHABLE` otherwise.
 pub(super) async fn connect(
     unix_name: Option<Vec<u8>>,
     address: Option<std::net::SocketAddr>,
 ) -> Result<Socket> {
+    if unix_name.is_none() && address.is_none() {
+        let text = "it announces no address, and is on another host";
+        return Err(Error::new(Status::KVF_ERR_PEER_UNREACHABLE, text));
+    }
     let mut reasons = Vec::new();
-    // A name or port is held for an agent's whole life: if nobody listens, the agent is gone.
-    let mut gone = true;
+    let mut refused = true;
     if let Some(name) = unix_name {
         match connect_unix(&name) {
             Ok(stream) => return Ok(Socket::Unix(stream)),
             Err(e) => {
-                gone &= e.kind() == io::ErrorKind::ConnectionRefused;
+                refused &= e.kind() == io::ErrorKind::ConnectionRefused;
                 reasons.push(format!("unix socket: {e}"));
             }
         }
@@ -305,12 +308,12 @@ pub(super) async fn connect(
                 return Ok(Socket::Tcp(stream));
             }
             Err(e) => {
-                gone &= e.kind() == io::ErrorKind::ConnectionRefused;
+                refused &= e.kind() == io::ErrorKind::ConnectionRefused;
                 reasons.push(format!("tcp {address}: {e}"));
             }
         }
     }
-    let status = if gone {
+    let status = if refused {
         Status::KVF_ERR_PEER_LOST
     } else {
         Status::KVF_ERR_PEER_UNREACHABLE

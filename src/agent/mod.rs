@@ -7,6 +7,7 @@
 mod api;
 mod begin;
 mod cells;
+mod claims;
 mod control;
 mod copying;
 mod count;
@@ -16,6 +17,7 @@ mod group;
 mod handles;
 mod handshake;
 mod import_cell;
+mod layout_wire;
 mod link;
 mod log;
 mod metadata;
@@ -27,6 +29,7 @@ mod paths;
 mod peers;
 mod pools;
 mod publish;
+mod reach;
 mod reader;
 mod registration;
 mod remote;
@@ -65,6 +68,10 @@ use import_cell::ImportCell;
 use notices::Finished;
 use peers::PeerShared;
 use shared::Shared;
+
+/// Longest wait for threads of ours that have nothing to do any more. Each ends at once when it gets
+/// its turn, the control thread after its goodbyes, so that this only shows where one hangs.
+const OWN_THREADS: Duration = Duration::from_secs(5);
 
 /// Locks what no panic can leave half-changed.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -110,7 +117,8 @@ impl Agent {
     /// Adds a remote engine: checks that it fits, plans, and starts connecting.
     ///
     /// # Errors
-    /// `KVF_ERR_INCOMPATIBLE` naming the field and both values, and what is wrong with the bytes.
+    /// `KVF_ERR_INCOMPATIBLE` naming the field and both values, and what is wrong with the bytes;
+    /// `KVF_ERR_INVALID_ARGUMENT` if another peer has other metadata of the same agents.
     pub fn add_peer(&self, engine_metadata: &[u8], user_data: u64) -> Result<Peer> {
         self.shared.check_open()?;
         let own = self.shared.lock().engine()?;
@@ -141,11 +149,13 @@ impl Agent {
         needed.dedup();
         // One lock for the routes and the command: a removal comes wholly before or after.
         let mut state = self.shared.lock();
-        let routes = engine.ranks.iter().map(|r| state.routes.take(r)).collect();
+        let engine = state.routes.known(engine)?;
+        let ranks = engine.ranks.iter();
+        let routes = ranks.map(|r| state.routes.take(r, &engine)).collect();
         let shared = Arc::new(PeerShared {
             id: self.shared.new_id(),
             user_data,
-            engine: Arc::new(engine),
+            engine,
             plan,
             routes,
             needed,
@@ -362,7 +372,8 @@ impl Agent {
     }
 
     /// Ends the agent: everything still running fails with `KVF_ERR_SHUTDOWN`, peers are told,
-    /// threads are joined within the time-out.
+    /// threads are joined. The time-out bounds the wait for copies that were running; without any
+    /// it does not matter.
     ///
     /// # Errors
     /// `KVF_ERR_DEADLINE`: a thread is still busy and was left behind; its slots are still in use.
@@ -370,17 +381,26 @@ impl Agent {
         let Some(thread) = lock(&self.control).take() else {
             return Ok(());
         };
-        let deadline = Instant::now()
-            .checked_add(timeout)
-            .unwrap_or_else(|| Instant::now() + Duration::from_secs(3600));
+        let from_now = |time| {
+            let now = Instant::now();
+            now.checked_add(time)
+                .unwrap_or_else(|| now + Duration::from_secs(3600))
+        };
+        let deadline = from_now(timeout);
         self.shared.closed.store(true, Ordering::Release);
         shared::unregister(self.shared.incarnation);
         let (done, _ended) = tokio::sync::oneshot::channel();
         self.shared.send(Command::Shutdown(done));
-        let control = thread.join_until(deadline);
-        let workers = self.shared.workers.close(deadline);
-        let data = self.shared.data.close(deadline);
-        let ucx = self.shared.ucx.close(deadline);
+        let own = || deadline.max(from_now(OWN_THREADS));
+        let control = thread.join_until(own());
+        // Operations without a running copy have been ended by it.
+        let copying = !control || self.shared.lock().live > 0;
+        let workers = self
+            .shared
+            .workers
+            .close(if copying { deadline } else { own() });
+        let data = self.shared.data.close(own());
+        let ucx = self.shared.ucx.close(own());
         self.shared.devices.close();
         if !control || !workers || !data || !ucx {
             bail!(

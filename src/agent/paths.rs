@@ -172,6 +172,9 @@ impl Control {
         let ready = path.is_ok();
         let status = path.as_ref().err().map_or(Status::KVF_OK, |e| e.status);
         let unmap = std::mem::take(&mut remote.unmap);
+        if ready {
+            remote.reach.made();
+        }
         remote.route.set(Some(path));
         for pool in unmap {
             self.on_unmap(agent, pool);

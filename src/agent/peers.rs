@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::api::PeerInfo;
 use super::metadata::{EngineInfo, RankInfo};
+use crate::bail;
 use crate::error::{Error, Status};
 use crate::ids::Incarnation;
 use crate::plan::Plan;
@@ -47,9 +48,13 @@ impl Route {
         self.lock().outcome.clone()
     }
 
-    /// Changes it; `None` = connecting again.
+    /// Changes it; `None` = connecting again. What was wrong before says nothing any more.
     pub fn set(&self, outcome: Option<Result<Arc<dyn DataPath>, Error>>) {
-        let before = std::mem::replace(&mut self.lock().outcome, outcome);
+        let now = RouteState {
+            outcome,
+            trouble: String::new(),
+        };
+        let before = std::mem::replace(&mut *self.lock(), now);
         self.changed.notify_all();
         // Unmapping may take a while: not under the lock.
         drop(before);
@@ -107,34 +112,71 @@ impl std::fmt::Debug for Route {
     }
 }
 
-/// The routes that a new handle shares with others, with how many handles have each.
+/// The routes that a new handle shares with others.
 #[derive(Default)]
-pub(super) struct Routes(BTreeMap<Incarnation, (Weak<Route>, usize)>);
+pub(super) struct Routes(BTreeMap<Incarnation, Used>);
+
+/// A route, how many handles have it, and what they know of its agent's engine.
+struct Used {
+    route: Weak<Route>,
+    handles: usize,
+    engine: Weak<EngineInfo>,
+}
 
 impl Routes {
+    /// The engine as other handles know it, which is the same: an agent's metadata never changes.
+    ///
+    /// # Errors
+    /// `KVF_ERR_INVALID_ARGUMENT` naming the agent and what differs.
+    pub fn known(&self, engine: EngineInfo) -> Result<Arc<EngineInfo>, Error> {
+        let mut shared = None;
+        for rank in &engine.ranks {
+            let used = self.0.get(&rank.incarnation);
+            let Some(known) = used.and_then(|used| used.engine.upgrade()) else {
+                continue;
+            };
+            if let Some(what) = known.difference(&engine) {
+                bail!(
+                    KVF_ERR_INVALID_ARGUMENT,
+                    "agent {} ({:?}) is a rank of a peer that was added with other metadata: {what}; \
+                     metadata of an agent never changes, so one of the two is damaged or forged",
+                    rank.name,
+                    rank.incarnation
+                );
+            }
+            shared = Some(known);
+        }
+        Ok(shared.unwrap_or_else(|| Arc::new(engine)))
+    }
+
     /// The route to an agent: the one that other handles use, unless that one is dead.
-    pub fn take(&mut self, rank: &RankInfo) -> Arc<Route> {
-        if let Some((route, handles)) = self.0.get_mut(&rank.incarnation)
-            && let Some(route) = route.upgrade()
+    pub fn take(&mut self, rank: &RankInfo, engine: &Arc<EngineInfo>) -> Arc<Route> {
+        if let Some(used) = self.0.get_mut(&rank.incarnation)
+            && let Some(route) = used.route.upgrade()
             && !matches!(route.get(), Some(Err(_)))
         {
-            *handles += 1;
+            used.handles += 1;
             return route;
         }
-        self.0.retain(|_, (route, _)| route.strong_count() > 0);
+        self.0.retain(|_, used| used.route.strong_count() > 0);
         let route = Arc::new(Route::new(rank.incarnation, rank.name.clone()));
-        self.0.insert(rank.incarnation, (Arc::downgrade(&route), 1));
+        let used = Used {
+            route: Arc::downgrade(&route),
+            handles: 1,
+            engine: Arc::downgrade(engine),
+        };
+        self.0.insert(rank.incarnation, used);
         route
     }
 
     /// A handle is removed. After the last one nobody is given the route any more, although the
     /// control thread has yet to end it: who adds the peer again must not be ended with it.
     pub fn give_back(&mut self, route: &Arc<Route>) {
-        if let Some((known, handles)) = self.0.get_mut(&route.incarnation)
-            && std::ptr::eq(known.as_ptr(), Arc::as_ptr(route))
+        if let Some(used) = self.0.get_mut(&route.incarnation)
+            && std::ptr::eq(used.route.as_ptr(), Arc::as_ptr(route))
         {
-            *handles -= 1;
-            if *handles == 0 {
+            used.handles -= 1;
+            if used.handles == 0 {
                 self.0.remove(&route.incarnation);
             }
         }
@@ -220,6 +262,8 @@ impl PeerShared {
 mod tests {
     use super::*;
     use crate::err;
+    use crate::memory::LeaseTable;
+    use crate::transport::inproc::InprocPath;
 
     #[test]
     fn who_waits_for_a_peer_is_told_why_the_last_attempt_failed() {
@@ -241,5 +285,19 @@ mod tests {
             info.text,
             "rank 0 (there): connecting; the last attempt failed: no more files"
         );
+    }
+
+    #[test]
+    fn a_way_that_is_made_takes_the_old_trouble_with_it() {
+        let route = Route::new(Incarnation([1; 16]), "there".into());
+        route.attempt_failed(&err!(KVF_ERR_SYSTEM, "no more files"));
+        let leases = Arc::new(LeaseTable::create(1).unwrap());
+        let nonce = leases.nonce();
+        let path = InprocPath::new(BTreeMap::new(), leases, nonce).unwrap();
+        route.set(Some(Ok(Arc::new(path))));
+        assert_eq!(route.describe(), "agent there through inproc");
+        // The transport has failed and another way is sought: that is no failed attempt.
+        route.set(None);
+        assert_eq!(route.describe(), "agent there: connecting");
     }
 }

@@ -10,7 +10,7 @@ use super::cells::{Cell, Observer};
 use super::control::Command;
 use super::gates::Gated;
 use super::shared::{Shared, State};
-use super::slots::{GroupSlots, held_slots};
+use super::slots::{GroupSlots, check_first, held_slots};
 use super::source::{NewPublication, PublicationCell};
 use super::ticket::encode_ticket;
 use crate::bail;
@@ -182,6 +182,14 @@ fn read_slots(desc: &PublishDesc, layout: &Layout, state: &State) -> Result<Vec<
                 given.group
             );
         };
+        if given.token_end == u64::MAX {
+            bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "group {}: token_end is KVF_TOKEN_END_ALL, which only a reader may say: give the end \
+                 of the valid tokens",
+                given.group
+            );
+        }
         if given.token_begin > given.token_end {
             bail!(
                 KVF_ERR_INVALID_ARGUMENT,
@@ -195,6 +203,13 @@ fn read_slots(desc: &PublishDesc, layout: &Layout, state: &State) -> Result<Vec<
             all.push((given.group, Vec::new()));
             continue;
         }
+        check_first(
+            given.group,
+            held,
+            given.first_ordinal,
+            &given.slots,
+            given.token_end,
+        )?;
         let needed = held.table_len(given.first_ordinal, given.token_end);
         if (given.slots.len() as u64) < needed {
             bail!(
@@ -223,6 +238,14 @@ fn read_slots(desc: &PublishDesc, layout: &Layout, state: &State) -> Result<Vec<
             bail!(
                 KVF_ERR_INVALID_ARGUMENT,
                 "group {} is a paged group: publish its blocks as a group",
+                given.group
+            );
+        }
+        if given.as_of_token == u64::MAX {
+            bail!(
+                KVF_ERR_INVALID_ARGUMENT,
+                "group {}: as_of_token is KVF_AS_OF_ANY, which only a reader may say: give the \
+                 number of tokens that the state is of",
                 given.group
             );
         }

@@ -2,10 +2,11 @@
 //!
 //! A remote agent is known by its incarnation. It has at most one link; if both sides connect at
 //! once, the link dialled by the smaller incarnation stays. A link that breaks while the process
-//! may live is dialled again with growing pauses; an agent is lost when its process has ended
-//! (pidfd), when nobody answers at its address any more, when somebody else does, or when it has
-//! been silent for too long.
+//! may live is dialled again, with growing pauses if that fails or does not last; an agent is lost
+//! when its process has ended (pidfd), when nobody answers at its address any more, when somebody
+//! else does, or when it has been silent, or tried in vain, for too long.
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,6 +16,7 @@ use super::control::{Control, Timer};
 use super::link::{Incoming, Link, LinkId};
 use super::metadata::{EngineInfo, RankInfo};
 use super::peers::{PeerShared, Route};
+use super::reach::Reach;
 use crate::err;
 use crate::error::{Error, Status};
 use crate::ids::{Incarnation, Key};
@@ -31,8 +33,7 @@ pub(super) struct Remote {
     /// A caller's peer wants to read from it: we dial.
     pub wanted: bool,
     pub state: LinkState,
-    /// Consecutive failed attempts.
-    pub attempts: u32,
+    pub reach: Reach,
     pub last_sent: Now,
     pub last_heard: Now,
     /// Our dialling made the link.
@@ -78,6 +79,14 @@ impl Remote {
         }
     }
 
+    /// Whether nobody listening at its address proves that it is gone. Its own listener holds a name
+    /// or port of this host for its whole life, and one that it was met at; a port elsewhere that
+    /// was never heard of may be that of a router or a gateway that does not know the way yet.
+    pub fn gone_if_refused(&self) -> bool {
+        let here = |address: SocketAddr| address.ip().to_canonical().is_loopback();
+        self.reach.met() || self.info().address.is_none_or(here)
+    }
+
     /// Closes the link after what is queued on it; the receiver ends when it is written.
     pub fn close(self) -> Option<tokio::sync::oneshot::Receiver<()>> {
         match self.state {
@@ -108,7 +117,7 @@ impl Control {
                 route: Arc::new(Route::new(info.incarnation, info.name.clone())),
                 wanted: false,
                 state: LinkState::Down(now),
-                attempts: 0,
+                reach: Reach::default(),
                 last_sent: now,
                 last_heard: now,
                 dialled: false,
@@ -172,12 +181,14 @@ impl Control {
             return; // a link that was closed meanwhile
         };
         let now = self.now();
-        if let Some(remote) = self.remotes.get_mut(&agent) {
-            remote.last_heard = now;
-        }
         match incoming {
             Incoming::Closed(e) => self.link_closed(agent, link, e),
-            Incoming::Frame(body, fds) => self.frame(agent, link, body, fds),
+            Incoming::Frame(body, fds) => {
+                if let Some(remote) = self.remotes.get_mut(&agent) {
+                    remote.last_heard = now;
+                }
+                self.frame(agent, link, body, fds);
+            }
         }
     }
 
@@ -186,7 +197,7 @@ impl Control {
         let Some(remote) = self.remotes.get_mut(&agent) else {
             return;
         };
-        remote.attempts = 0;
+        remote.reach.up(now);
         remote.dialled = dialled;
         remote.last_heard = now;
         remote.last_sent = now;
@@ -212,7 +223,9 @@ impl Control {
             return;
         };
         let at = match &remote.state {
-            LinkState::Down(at) | LinkState::Dialling(at) | LinkState::Greeting(_, at) => *at,
+            LinkState::Down(at) | LinkState::Dialling(at) | LinkState::Greeting(_, at) => {
+                remote.reach.ends_at(times).map_or(*at, |end| end.min(*at))
+            }
             LinkState::Up(_) => {
                 (remote.last_sent + times.heartbeat).min(remote.last_heard + times.peer_silence)
             }
@@ -247,6 +260,13 @@ impl Control {
         let Some(remote) = self.remotes.get_mut(&agent) else {
             return;
         };
+        let ends = remote.reach.ends_at(&times).is_some_and(|at| now >= at);
+        if ends && !matches!(remote.state, LinkState::Up(_)) {
+            if late < times.heartbeat {
+                return self.unreachable(agent);
+            }
+            remote.reach.extend(now, &times);
+        }
         match &remote.state {
             LinkState::Down(at) if now >= *at => {
                 if remote.wanted || self.notices.any_for(agent) || self.groups.needs(agent) {
@@ -311,8 +331,9 @@ impl Control {
                 if ended || protocol {
                     return self.remote_lost(agent, End::new(e.status, e.text));
                 }
-                remote.state = LinkState::Down(now);
-                self.timers.set(Timer::Remote(agent), Some(now));
+                let (times, heard) = (&self.shared.config.timeouts, remote.last_heard);
+                let pause = remote.reach.broke(now, heard, times, &e.text);
+                self.down(agent, pause, &e);
             }
             LinkState::Greeting(up, _) if up.id == link => {
                 remote.state = LinkState::Down(now);
@@ -322,6 +343,37 @@ impl Control {
             }
             _ => {}
         }
+    }
+
+    /// There is no link, and the next attempt comes after a pause, unless all were in vain for too
+    /// long.
+    pub fn down(&mut self, agent: Incarnation, pause: Duration, why: &Error) {
+        let now = self.now();
+        let Some(remote) = self.remotes.get_mut(&agent) else {
+            return;
+        };
+        let times = &self.shared.config.timeouts;
+        if remote.reach.ends_at(times).is_some_and(|at| now >= at) {
+            return self.unreachable(agent);
+        }
+        remote.route.attempt_failed(why);
+        remote.state = LinkState::Down(now + pause);
+        self.arm_remote(agent);
+    }
+
+    /// Every attempt was in vain, or the last one proved that it is gone.
+    pub fn unreachable(&mut self, agent: Incarnation) {
+        let now = self.now();
+        let Some(remote) = self.remotes.get(&agent) else {
+            return;
+        };
+        let status = match remote.reach.met() {
+            true => Status::KVF_ERR_PEER_LOST,
+            false => Status::KVF_ERR_PEER_UNREACHABLE,
+        };
+        let (name, why) = (&remote.info().name, remote.reach.describe(now));
+        let end = End::new(status, format!("agent {name} cannot be reached: {why}"));
+        self.remote_lost(agent, end);
     }
 
     /// The kernel says that the process behind a link has ended.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::bail;
 use crate::error::Result;
 use crate::ids::Key;
-use crate::layout::Layout;
+use crate::layout::{Group, Layout};
 use crate::plan::unknown_slot;
 
 /// Set in a word whose slot is the destination of a transfer; the other bits are its id. Without
@@ -33,10 +33,37 @@ pub(super) fn held_slots(table: &[i32]) -> Vec<u32> {
     slots
 }
 
+/// A table must not begin after the last block of its tokens: that is a forgotten or mixed-up
+/// number, and nothing of it would ever be read. One without entries may begin where they end.
+///
+/// # Errors
+/// `KVF_ERR_INVALID_ARGUMENT` with the numbers.
+pub(super) fn check_first(
+    group: u32,
+    held: &Group,
+    first_ordinal: u64,
+    slots: &[i32],
+    token_end: u64,
+) -> Result<()> {
+    let blocks = token_end.div_ceil(u64::from(held.tokens_per_slot().max(1)));
+    let owned = |ordinal| held.ordinals.owned_below(ordinal);
+    let past_all = first_ordinal > 0 && first_ordinal >= blocks && !slots.is_empty();
+    if past_all || owned(first_ordinal) > owned(blocks) {
+        bail!(
+            KVF_ERR_INVALID_ARGUMENT,
+            "group {group}: a table of {} slots from block ordinal {first_ordinal} on, but the \
+             {token_end} tokens end with the {blocks} blocks of {} tokens before it",
+            slots.len(),
+            held.tokens_per_slot()
+        );
+    }
+    Ok(())
+}
+
 impl Slots {
     /// All slots of the layout, free.
     pub fn new(layout: &Layout) -> Self {
-        let count = |g: &crate::layout::Group| g.views.iter().map(|v| v.slots).min().unwrap_or(0);
+        let count = |g: &Group| g.views.iter().map(|v| v.slots).min().unwrap_or(0);
         Self {
             groups: layout
                 .groups

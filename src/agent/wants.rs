@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::api::{ImportGroup, ImportState, PartKind};
 use super::shared::State;
-use super::slots::{GroupSlots, held_slots};
+use super::slots::{GroupSlots, check_first, held_slots};
 use super::ticket::key;
 use crate::bail;
 use crate::error::Result;
@@ -103,16 +103,19 @@ pub(super) fn check_wants(wants: &Wants, layout: &Layout, state: &State) -> Resu
             bail!(KVF_ERR_DUPLICATE, "group {group} is given twice");
         }
         seen.push(group);
-        Ok(held.layers.is_empty())
+        Ok(held)
     };
     for want in &wants.groups {
         check_skip(want)?;
-        if !check(want.group, true)? {
+        let held = check(want.group, true)?;
+        if !held.layers.is_empty() {
+            let (first, end) = (want.first_ordinal, want.token_end);
+            check_first(want.group, held, first, &want.slots, end)?;
             state.slots.check_table(want.group, &want.slots)?;
         }
     }
     for want in &wants.states {
-        if !check(want.group, false)? {
+        if !check(want.group, false)?.layers.is_empty() {
             state.slots.check(want.group, i64::from(want.slot))?;
         }
     }

@@ -44,7 +44,8 @@ pub struct kvf_agent_config {
     pub fingerprint: *const c_char,
     /// Connecting and shaking hands with a peer, one attempt, in ns; 0 = 10 s.
     pub connect_ns: u64,
-    /// A peer that has sent nothing for this long is lost, in ns; 0 = 10 s.
+    /// A peer that has sent nothing for this long, or was tried in vain for this long, is lost, in
+    /// ns; 0 = 10 s.
     pub peer_silence_ns: u64,
     /// Distance of heartbeats on an otherwise silent link, in ns; 0 = 3 s. Must be below
     /// `peer_silence_ns`, and below that of every peer.
@@ -214,12 +215,17 @@ impl kvf_agent_config {
 /// Ends an agent: everything still running fails with KVF_ERR_SHUTDOWN, peers are told, threads
 /// are joined. The handle is gone whatever is returned, KVF_ERR_REENTRANT excepted.
 ///
+/// The time-out bounds the wait for copies that are running, on a peer that does not answer for
+/// instance; an agent without any is destroyed with KVF_OK whatever it is. kvferry's own threads end
+/// promptly, after the last messages to the peers (200 ms at most for those that do not read, one
+/// second for copies out of memory that is mapped here); should one hang, that is told after 5 s.
+///
 /// Pools, publications, transfers and peers of the agent stay valid handles: their calls return
 /// KVF_ERR_SHUTDOWN, and each still needs its `_destroy`. The memory of a pool made by kvferry
 /// stays mapped until its kvf_pool_destroy(). In a forked child only local memory is freed.
 ///
 /// @param agent       The agent, or NULL.
-/// @param timeout_ns  Longest wait for running copies and threads, in ns; 0 = none.
+/// @param timeout_ns  Longest wait for running copies, in ns; 0 = none.
 /// @return KVF_OK: no memory of the caller is touched any more; KVF_ERR_DEADLINE: a thread was
 ///         still busy and was left behind, slots of running transfers must not be reused.
 ///

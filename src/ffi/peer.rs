@@ -42,6 +42,10 @@ abi_struct!(head kvf_peer_info {
 /// Never blocks on the network; kvf_peer_wait() or KVF_EVENT_PEER_READY tells when it is there.
 /// Transfers may be begun at once, they wait inside their deadline.
 ///
+/// The same engine may be added again: each call gives a handle of its own, with its own user_data and
+/// events; they share one connection, and each is removed by itself. An engine is known by its agents'
+/// incarnations and not by their names: after a restart it is another peer, under whatever name.
+///
 /// @param      agent            An agent with an engine.
 /// @param[in]  engine_metadata  kvf_engine_metadata() of the other side. Not kept.
 /// @param      metadata_bytes   Its length.
@@ -49,7 +53,8 @@ abi_struct!(head kvf_peer_info {
 /// @param[out] peer             Receives the peer; end it with kvf_peer_destroy().
 /// @return KVF_OK; KVF_ERR_INCOMPATIBLE with the field and both values when the caches do not fit,
 ///         before any data moves; KVF_ERR_STATE before kvf_engine_create();
-///         KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata and for this agent's own engine;
+///         KVF_ERR_INVALID_ARGUMENT for bytes that are no metadata, for this agent's own engine, and
+///         for metadata that says other things of an agent than that of a peer there is;
 ///         KVF_ERR_ABI_MISMATCH for metadata of another major version.
 ///
 /// # Safety

@@ -59,6 +59,7 @@ pub struct kvf_published_group {
     /// Elements of `slots`; the last one holds the last valid token.
     pub num_slots: usize,
     /// Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
+    /// Not beyond the block of the last valid token.
     pub first_ordinal: u64,
     /// First valid token.
     pub token_begin: u64,

@@ -32,6 +32,8 @@ const HEAD: usize = size_of::<usize>() + size_of::<u32>();
 pub(crate) unsafe trait AbiStruct: Copy {
     /// The C name.
     const NAME: &'static str;
+    /// Where each field ends: the sizes that an older header's struct can have.
+    const ENDS: &'static [usize];
 }
 
 /// An [`AbiStruct`] that starts with `size_t struct_size; uint32_t abi_version;`. Implemented by
@@ -63,6 +65,10 @@ macro_rules! abi_struct {
         // SAFETY: no padding is asserted here; field types are the declarer's duty (see the trait).
         unsafe impl $crate::ffi::structs::AbiStruct for $name {
             const NAME: &'static str = stringify!($name);
+            const ENDS: &'static [usize] = {
+                const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize { size_of::<F>() }
+                &[$(std::mem::offset_of!($name, $field) + size_of_field(|s: &$name| &s.$field)),+]
+            };
         }
         const _: () = {
             const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize { size_of::<F>() }
@@ -80,8 +86,8 @@ pub(crate) use abi_struct;
 /// a larger one (newer header) everything this library does not know must be zero.
 ///
 /// # Errors
-/// `KVF_ERR_INVALID_ARGUMENT` for NULL; `KVF_ERR_ABI_MISMATCH` for a size that cannot be one, an
-/// unknown ABI version, or an unknown field that is set.
+/// `KVF_ERR_INVALID_ARGUMENT` for NULL; `KVF_ERR_ABI_MISMATCH` for a size that cannot be one (see
+/// `check_size`), an unknown ABI version, or an unknown field that is set.
 ///
 /// # Safety
 /// `src` must be NULL or point to `struct_size` readable bytes. Its alignment does not matter.
@@ -128,7 +134,7 @@ pub(crate) unsafe fn read_array<T: AbiStruct>(
     if count == 0 {
         return Ok(Vec::new());
     }
-    check_array(base.is_null(), count, elem_size, T::NAME, what)?;
+    check_array::<T>(base.is_null(), count, elem_size, what)?;
     (0..count)
         .map(|i| {
             // SAFETY: element `i` of `count` lies inside the caller's `count * elem_size` bytes.
@@ -295,7 +301,29 @@ pub(crate) unsafe fn check_head<T: HeadedStruct>(dst: *const T, what: &str) -> R
              of a fitting kvferry.h"
         );
     }
+    check_size::<T>(size, &format!("{what}.struct_size"))?;
     Ok(size)
+}
+
+/// Refuses a size that no header's struct can have: one that ends inside a field, of which half
+/// would be read or written, or one beyond the known fields that is no multiple of the alignment.
+fn check_size<T: AbiStruct>(size: usize, what: &str) -> Result<()> {
+    let (own, name) = (size_of::<T>(), T::NAME);
+    if size < own && !T::ENDS.contains(&size) {
+        crate::bail!(
+            KVF_ERR_ABI_MISMATCH,
+            "{what} is {size}, which ends inside a field of {name}; set it to sizeof({name}), which is \
+             {own} in this library's kvferry.h"
+        );
+    }
+    if size > own && !size.is_multiple_of(align_of::<T>()) {
+        crate::bail!(
+            KVF_ERR_ABI_MISMATCH,
+            "{what} is {size}, which no {name} of any kvferry.h has; set it to sizeof({name}), which \
+             is {own} in this library's"
+        );
+    }
+    Ok(())
 }
 
 /// Writes a result struct up to the caller's size, which [`check_head`] returned; the head stays
@@ -336,7 +364,7 @@ impl<T: AbiStruct> OutArray<T> {
         what: &str,
     ) -> Result<Self> {
         if capacity != 0 {
-            check_array(base.is_null(), capacity, elem_size, T::NAME, what)?;
+            check_array::<T>(base.is_null(), capacity, elem_size, what)?;
         }
         Ok(Self {
             base,
@@ -429,7 +457,8 @@ pub(crate) unsafe fn put_text(buf: *mut c_char, cap: usize, text: &str) -> usize
     text.len()
 }
 
-fn check_array(null: bool, count: usize, elem_size: usize, name: &str, what: &str) -> Result<()> {
+fn check_array<T: AbiStruct>(null: bool, count: usize, elem_size: usize, what: &str) -> Result<()> {
+    let name = T::NAME;
     if null {
         crate::bail!(
             KVF_ERR_INVALID_ARGUMENT,
@@ -442,6 +471,7 @@ fn check_array(null: bool, count: usize, elem_size: usize, name: &str, what: &st
             "elem_size of {what} is {elem_size}; set it to sizeof({name})"
         );
     }
+    check_size::<T>(elem_size, &format!("elem_size of {what}"))?;
     if count > MAX_ELEMENTS
         || count
             .checked_mul(elem_size)

@@ -77,7 +77,7 @@ fn a_smaller_struct_is_extended_with_zeros_at_every_size() {
 #[test]
 fn a_larger_struct_is_accepted_only_with_a_zero_tail() {
     let own = size_of::<kvf_sample>();
-    for extra in [1, 7, 8, 300] {
+    for extra in [8, 16, 304] {
         let mut bytes = sized(sample(), own + extra);
         assert_eq!(read_sized(&bytes).unwrap().bytes, 1 << 40);
         bytes[own + extra - 1] = 1;
@@ -99,6 +99,94 @@ fn an_impossible_size_is_refused_without_reading_further() {
         assert!(err.text.starts_with(&text), "{err}");
         assert!(err.text.ends_with("KVF_SAMPLE_INIT"), "{err}");
     }
+}
+
+#[test]
+fn a_size_that_ends_inside_a_field_is_refused() {
+    let sizes = HEAD..size_of::<kvf_sample>() + 20;
+    for size in sizes.filter(|size| ![HEAD, 16, 24, 32, 40, 48].contains(size)) {
+        let bytes = sized(sample(), size);
+        let err = read_sized(&bytes).unwrap_err();
+        assert_eq!(err.status, KVF_ERR_ABI_MISMATCH);
+        let text = format!("config.struct_size is {size}, which ");
+        assert!(err.text.starts_with(&text), "{err}");
+        assert!(
+            err.text.contains("sizeof(kvf_sample), which is 32 in"),
+            "{err}"
+        );
+        // SAFETY: `size` readable bytes.
+        let same = unsafe { check_head(bytes.as_ptr().cast::<kvf_sample>(), "config") };
+        assert_eq!(same, Err(err), "results are refused alike");
+    }
+    let words = [0u32; 12];
+    for elem_size in [1, 3, 5, 7, 9, 11, 13] {
+        // SAFETY: nothing of the array is read.
+        let (read, write) = unsafe {
+            let base = words.as_ptr().cast::<kvf_pair>();
+            let write = OutArray::new(base.cast_mut(), 2, elem_size, "pairs").err();
+            (read_array(base, 2, elem_size, "pairs").unwrap_err(), write)
+        };
+        assert_eq!(read.status, KVF_ERR_ABI_MISMATCH);
+        let text = format!("elem_size of pairs is {elem_size}, which ");
+        assert!(read.text.starts_with(&text), "{read}");
+        assert_eq!(write, Some(read));
+    }
+}
+
+/// Every struct of the C interface takes exactly the sizes at which a field begins or ends,
+/// by the table that C++ compares with what a compiler makes of kvferry.h.
+#[test]
+fn every_struct_takes_whole_fields_only() {
+    let table = include_str!("../../cpp_tests/struct_layout.inc");
+    let mut known = std::collections::BTreeMap::<&str, Vec<usize>>::new();
+    for row in table.lines().filter(|line| line.ends_with("),")) {
+        let (_, row) = row.trim_end_matches("),").split_once('(').unwrap();
+        let mut parts = row.split(", ");
+        let (name, last) = (parts.next().unwrap(), parts.last().unwrap());
+        known.entry(name).or_default().push(last.parse().unwrap());
+    }
+    macro_rules! accepted {
+        ($kind:ident: $($module:ident::$name:ident),+ $(,)?) => {$(
+            let (ends, align) = $kind::<crate::ffi::$module::$name>();
+            let mut sizes = known.remove(stringify!($name)).unwrap();
+            let own = sizes.iter().copied().max().unwrap();
+            sizes.retain(|size| *size > 0);
+            sizes.extend((1..4).map(|i| own + i * align));
+            sizes.sort_unstable();
+            assert_eq!(ends, sizes, "{}", stringify!($name));
+        )+};
+    }
+    fn elem<T: AbiStruct>() -> (Vec<usize>, usize) {
+        let (own, align) = (size_of::<T>(), align_of::<T>());
+        let fits = |size: &usize| check_array::<T>(false, 1, *size, "x").is_ok();
+        ((0..=own + 3 * align).filter(fits).collect(), align)
+    }
+    fn head<T: HeadedStruct>() -> (Vec<usize>, usize) {
+        let (own, align) = (size_of::<T>(), align_of::<T>());
+        let fits = |size: &usize| {
+            let mut bytes = vec![0u8; own + 3 * align];
+            bytes[..8].copy_from_slice(&size.to_ne_bytes());
+            bytes[8..12].copy_from_slice(&KVF_ABI_VERSION.to_ne_bytes());
+            // SAFETY: more bytes than any size that is tried.
+            unsafe { check_head(bytes.as_ptr().cast::<T>(), "x") }.is_ok()
+        };
+        let mut sizes: Vec<usize> = (0..=own + 3 * align).filter(fits).collect();
+        // A struct without its head is none.
+        sizes.insert(0, size_of::<usize>());
+        (sizes, align)
+    }
+    accepted!(head: agent::kvf_agent_config, engine::kvf_engine_desc, pool::kvf_host_pool_config,
+        pool::kvf_pool_desc, pool::kvf_pool_info, peer::kvf_peer_info, layout::kvf_layout_desc,
+        publication::kvf_publish_desc, publication::kvf_publication_info, push::kvf_receive_desc,
+        push::kvf_push_desc, import::kvf_pull_desc, import::kvf_import_desc,
+        transfer::kvf_transfer_info, transceiver_config::kvf_transceiver_config,
+        transceiver_request::kvf_receive_request, transceiver_record::kvf_request_record);
+    accepted!(elem: agent::kvf_quarantined_slot, engine::kvf_bytes, event::kvf_event,
+        event::kvf_key, layout::kvf_group_desc, layout::kvf_view_desc, layout::kvf_section_desc,
+        layout::kvf_tensor_desc, publication::kvf_published_group,
+        publication::kvf_published_state, import::kvf_import_group, import::kvf_import_state,
+        import::kvf_slot_ref, transfer::kvf_part_info, transceiver_status::kvf_request_result);
+    assert!(known.is_empty(), "not tried: {:?}", known.keys());
 }
 
 #[test]
@@ -193,7 +281,7 @@ fn results_are_written_up_to_the_callers_size_and_keep_its_head() {
         abi_version: 77,
         ..sample()
     };
-    for size in HEAD..size_of::<kvf_sample>() + 20 {
+    for size in [HEAD, 16, 24, 32, 40, 48] {
         let mut bytes = sized(sample(), size);
         bytes[HEAD..].fill(0xee);
         let dst = bytes.as_mut_ptr().cast::<kvf_sample>();

@@ -1,7 +1,6 @@
-//! Transceivers that push: the offer of the generation side and the context side's answer; and
-//! records as text.
+//! Transceivers that push: the offer of the generation side and the context side's answer.
 
-use std::ffi::{c_char, c_void};
+use std::ffi::c_void;
 use std::time::Duration;
 
 use super::boundary::guard;
@@ -11,12 +10,6 @@ use super::structs::{put_bytes, read, view};
 use super::transceiver::{enter, kvf_transceiver};
 use crate::bail;
 use crate::error::kvf_status;
-use crate::transceiver::RecordFormat;
-
-/// A JSON object a line.
-pub const KVF_RECORDS_JSON_LINES: u32 = 0;
-/// Comma-separated values, the names in the first line.
-pub const KVF_RECORDS_CSV: u32 = 1;
 
 /// Push: sends a prefilled request's slots into what the generation side has offered. The key is
 /// the offer's. Never blocks; how it went is told by
@@ -92,43 +85,5 @@ pub unsafe extern "C" fn kvf_transceiver_offer(
         };
         // SAFETY: the caller's contract.
         unsafe { put_bytes(buf.cast(), cap, needed, &offer, "buf") }
-    })
-}
-
-/// Gives the records of the last ended requests as text: request, side, outcome, cause, times
-/// (queued, first byte, last byte, attested, decided, safe), bytes, GB/s, transport. Takes nothing
-/// away. Times are in ns since the request's call, `queued_ns` since the transceiver was made.
-///
-/// @param      transceiver  The transceiver.
-/// @param      format       KVF_RECORDS_*.
-/// @param[out] buf          Receives the NUL-terminated text; may be NULL when @p cap is 0.
-/// @param      cap          Size of @p buf in bytes; 0 only asks for the size.
-/// @param[out] needed       Receives the size with the NUL, also when @p buf is too small; may be
-///                          NULL.
-/// @return KVF_OK; KVF_ERR_OUT_OF_RANGE when @p buf is too small.
-///
-/// # Safety
-/// @p transceiver must be live, @p buf point to @p cap writable bytes, @p needed be NULL or
-/// writable.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_transceiver_records_text(
-    transceiver: *const kvf_transceiver,
-    format: u32,
-    buf: *mut c_char,
-    cap: usize,
-    needed: *mut usize,
-) -> kvf_status {
-    guard(|| {
-        // SAFETY: the caller's contract.
-        let core = unsafe { enter(transceiver) }?;
-        let format = match format {
-            KVF_RECORDS_JSON_LINES => RecordFormat::JsonLines,
-            KVF_RECORDS_CSV => RecordFormat::Csv,
-            unknown => bail!(KVF_ERR_INVALID_ARGUMENT, "format {unknown} is unknown"),
-        };
-        let mut text = core.records_text(format)?.into_bytes();
-        text.push(0);
-        // SAFETY: the caller's contract.
-        unsafe { put_bytes(buf.cast(), cap, needed, &text, "buf") }
     })
 }

@@ -1,16 +1,61 @@
-//! Status calls and decisions of transceivers.
+//! Status calls and decisions of transceivers, and their results.
 
 use std::ffi::c_void;
 use std::time::Duration;
 
 use super::boundary::guard;
-use super::structs::{Out, OutArray, put_bytes, read_plain};
-use super::transceiver::{
-    Core, KVF_TIMEOUT_CONFIGURED, KVF_WAIT_ALL, enter, kvf_request_result, kvf_transceiver,
-};
+use super::event::kvf_key;
+use super::structs::{Out, OutArray, abi_struct, put_bytes, read_plain};
+use super::transceiver::{Core, KVF_TIMEOUT_CONFIGURED, KVF_WAIT_ALL, enter, kvf_transceiver};
 use crate::bail;
 use crate::error::{Result, Status, kvf_status};
 use crate::transceiver::{Checked, RequestResult};
+
+/// One line of a status call's answer: the whole outcome of a request.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct kvf_request_result {
+    /// The request.
+    pub key: kvf_key,
+    /// `user_data` of the request; 0 if it never came to this rank.
+    pub user_data: u64,
+    /// KVF_RESULT_*.
+    pub kind: u32,
+    /// KVF_OUTCOME_*.
+    pub outcome: u32,
+    /// A kvf_status: why; KVF_OK for a success.
+    pub cause: i32,
+    /// 1: the request's slots may be reused (on every rank, where ranks agree).
+    pub memory_safe: u32,
+    /// The rank of the domain that decided the outcome; for a success this one.
+    pub rank: u32,
+    /// Must be ignored.
+    pub reserved: u32,
+    /// Bytes moved on this rank.
+    pub bytes: u64,
+    /// From the request's call to its end on this rank, in ns.
+    pub elapsed_ns: u64,
+}
+abi_struct!(elem kvf_request_result {
+    key, user_data, kind, outcome, cause, memory_safe, rank, reserved, bytes, elapsed_ns,
+});
+
+impl From<&RequestResult> for kvf_request_result {
+    fn from(result: &RequestResult) -> Self {
+        Self {
+            key: result.key.into(),
+            user_data: result.user_data,
+            kind: result.kind as u32,
+            outcome: result.outcome as u32,
+            cause: result.cause as i32,
+            memory_safe: result.memory_safe.into(),
+            rank: result.rank,
+            reserved: 0,
+            bytes: result.bytes,
+            elapsed_ns: result.elapsed_ns,
+        }
+    }
+}
 
 /// Reports context requests that have ended, and memory that became safe.
 ///
@@ -266,4 +311,50 @@ unsafe fn check(
     }
     answer.set(&out, &checked);
     Ok(checked.status)
+}
+
+/// Tells whether a request's memory may still be in use, on any rank where ranks agree.
+///
+/// @param transceiver  The transceiver.
+/// @param key          The request.
+/// @return KVF_IN_PROGRESS: it may be; KVF_OK: it is not, or the key is unknown.
+///
+/// # Safety
+/// @p transceiver must be live.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_transceiver_has_inflight(
+    transceiver: *const kvf_transceiver,
+    key: kvf_key,
+) -> kvf_status {
+    guard(|| {
+        // SAFETY: the caller's contract.
+        let core = unsafe { enter(transceiver) }?;
+        Ok(in_progress(core.has_inflight(key.read("key")?)))
+    })
+}
+
+/// Tells whether all receives have ended, are safe and were reported.
+///
+/// @param transceiver  The transceiver.
+/// @return KVF_OK: they have; KVF_IN_PROGRESS.
+///
+/// # Safety
+/// @p transceiver must be live.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_transceiver_check_gen_transfer_complete(
+    transceiver: *const kvf_transceiver,
+) -> kvf_status {
+    guard(|| {
+        // SAFETY: the caller's contract.
+        let core = unsafe { enter(transceiver) }?;
+        Ok(in_progress(!core.check_gen_transfer_complete()))
+    })
+}
+
+fn in_progress(is: bool) -> Status {
+    if is {
+        Status::KVF_IN_PROGRESS
+    } else {
+        Status::KVF_OK
+    }
 }

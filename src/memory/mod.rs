@@ -23,4 +23,6 @@ pub use memfd::PageSize;
 pub use pool::{Entered, Guard, OnDevice, Pool, PoolKind};
 
 #[cfg(test)]
+mod lease_tests;
+#[cfg(test)]
 mod tests;

@@ -19,6 +19,7 @@ mod gather;
 pub mod port;
 mod records;
 mod request;
+mod results;
 mod room;
 mod shared;
 mod signal;

@@ -316,6 +316,7 @@ impl World {
                 let source = &mut self.sources[usize::from(peer.index)];
                 source.alive = false;
                 source.publications.clear();
+                source.unrevoked.clear();
                 source.awaiting.clear();
                 source.lost.clear();
             }

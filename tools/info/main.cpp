@@ -2,12 +2,10 @@
 // kvferry-info: what this library can do on this machine, and plans on paper.
 #include <CLI/CLI.hpp>
 #include <cstdlib>
-#include <fstream>
-#include <cstdlib>
 #include <iostream>
-#include <iterator>
 #include <kvferry.hpp>
 
+#include "file.hpp"
 #include "machine.hpp"
 #include "pair.hpp"
 #include "paths.hpp"
@@ -16,13 +14,6 @@
 namespace {
 
 using kvferry::tools::Json;
-
-std::string read(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (!file && !file.eof()) throw std::runtime_error("cannot read " + path);
-  return text;
-}
 
 // "name: value" lines; what has no value is left out.
 void print(const Json& object) {
@@ -57,13 +48,19 @@ void print(const Json& info, bool tested) {
 
 // The exit code: 0 only for a plan in which nothing is wrong and nothing is missing.
 int plan(const std::vector<std::string>& files, std::uint32_t policy, bool json) {
-  const std::string source = read(files[0]), destination = read(files[1]);
+  const std::string source = kvferry::tools::read_file(files[0]);
+  const std::string destination = kvferry::tools::read_file(files[1]);
   const std::string text = kvferry::explain(source, destination, policy);
   const Json explained = Json::parse(text);
   std::cout << (json ? text
                      : kvferry::explain(source, destination, policy, KVF_EXPLAIN_TABLE))
             << "\n";
-  return explained["errors"].empty() && explained["uncovered"].empty() ? 0 : 1;
+  if (explained["errors"].empty() && explained["uncovered"].empty()) return 0;
+  if (!json) {
+    std::cerr << "kvferry-info: something is wrong with the plan from source " << files[0]
+              << " to destination " << files[1] << "\n";
+  }
+  return 1;
 }
 
 // The exit code: 0 if there is a way.
@@ -74,7 +71,8 @@ int peer(const kvferry::tools::Place& place, const std::string& file, bool json)
     std::cout << found.dump(2) << "\n";
     return reached ? 0 : 1;
   }
-  std::cout << (reached ? "selected " + found["selected"].get<std::string>() : "no transport") << ": "
+  std::cout << (reached ? "selected " + found["selected"].get<std::string>() : "no transport to the agent of " + file)
+            << ": "
             << found["text"].get<std::string>() << "\neach on its own\n";
   for (const Json& path : found["transports"]) {
     std::cout << "  " << path["name"].get<std::string>() << ": "

@@ -3,11 +3,10 @@
 
 #include <signal.h>
 
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <stdexcept>
 
+#include "file.hpp"
 #include "pair.hpp"
 #include "paths.hpp"
 
@@ -24,13 +23,6 @@ Setup setup_at(const Place& place, const std::string& transports) {
   setup.listen = place.listen;
   setup.advertise = place.advertise;
   return setup;
-}
-
-Bytes read(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (!file || text.empty()) throw std::runtime_error("cannot read " + path);
-  return Bytes(text.begin(), text.end());
 }
 
 // {available, reason}: the library's words about a peer through these transports ("" = all).
@@ -57,18 +49,15 @@ void serve(const Place& place, const std::string& file) {
   pthread_sigmask(SIG_BLOCK, &ends, nullptr);
   Side side(setup_at(place, ""), 1 << 16, "serve");
   const Bytes metadata = side.metadata();
-  std::ofstream out(file, std::ios::binary | std::ios::trunc);
-  out.write(reinterpret_cast<const char*>(metadata.data()),
-            static_cast<std::streamsize>(metadata.size()));
-  out.close();
-  if (!out) throw std::runtime_error("cannot write " + file);
+  write_file(file, metadata);
   std::cout << "serving; on the other machine: kvferry-info --peer " << file << std::endl;
   int signal = 0;
   sigwait(&ends, &signal);
 }
 
 Json peer(const Place& place, const std::string& file) {
-  const Bytes metadata = read(file);
+  const std::string read = read_file(file);
+  const Bytes metadata(read.begin(), read.end());
   std::string selected;
   const Json all = reach(place, metadata, "", &selected);
   Json each = Json::array();
