@@ -14,11 +14,13 @@ use crate::cuda::Devices;
 use crate::error::{Error, Result, Status};
 use crate::plan::Batch;
 use crate::transport::device::flow::Flow;
-use crate::transport::pieces::{Asking, MAX_TEXT, PIPELINE, Ranges, place, refusal};
+use crate::transport::pieces::{Asking, MAX_TEXT, PIPELINE, Placed, Ranges, Walk, place, refusal};
 use crate::transport::{DataPath, ReadJob};
 
 /// Jobs up to this size are asked for by the thread that begins them.
 const INLINE_BYTES: u64 = 32 << 10;
+/// Answers up to this size are received by one call and copied into place, instead of by three.
+const ONE_CALL: u64 = 8 << 10;
 /// Longest time that such a thread looks for the answer, if it may look at all (`spin`).
 const LOOK: Duration = Duration::from_micros(200);
 /// Longest wait for the rest of a small answer that has begun to come.
@@ -174,48 +176,95 @@ impl TcpPath {
         patience: Patience<'_>,
     ) -> std::result::Result<(), Fault> {
         let placed = place(job, &self.pools, batch, ranges, flow).map_err(Fault::Told)?;
-        let bytes = placed.bytes;
+        if placed.bytes <= ONE_CALL {
+            return self.receive_at_once(stream, job, placed, ranges, flow, patience);
+        }
         let mut head = [0; HEAD_BYTES];
         stream.receive(&mut head, patience).map_err(Fault::Io)?;
-        let number =
-            |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-        let (status, text) = (number(0) as i32, number(4) as usize);
-        let coming = u64::from(number(8)) | u64::from(number(12)) << 32;
-        if status != 0 || coming != bytes {
-            return Err(self.refused(stream, status, text, coming, bytes, patience));
-        }
+        check_head(&head, placed.bytes, |text| stream.receive(text, patience))?;
         // SAFETY: `place` has put every destination byte inside a pool of this job, which keeps it,
         // or it is in the buffer of a lane that `placed` has.
         unsafe { stream.receive_ranges(ranges, patience) }.map_err(Fault::Io)?;
         let mut trailer = [0; TRAILER_BYTES];
         stream.receive(&mut trailer, patience).map_err(Fault::Io)?;
-        if u32::from_le_bytes(trailer) != 1 {
-            job.lose_lease();
-        }
-        placed.arrived(job, flow).map_err(Fault::Told)
+        arrived(job, placed, &trailer, flow)
     }
 
-    fn refused(
+    /// A small answer, through a buffer.
+    fn receive_at_once(
         &self,
         stream: &Stream,
-        status: i32,
-        text: usize,
-        coming: u64,
-        expected: u64,
+        job: &ReadJob,
+        placed: Placed,
+        ranges: &mut Ranges,
+        flow: &mut Flow<'_>,
         patience: Patience<'_>,
-    ) -> Fault {
-        if status == 0 || text > MAX_TEXT {
-            return Fault::Told(crate::err!(
-                KVF_ERR_PROTOCOL,
-                "the source sends {coming} bytes where {expected} were asked for"
-            ));
+    ) -> std::result::Result<(), Fault> {
+        let bytes = placed.bytes as usize;
+        let mut answer = vec![0; HEAD_BYTES + bytes + TRAILER_BYTES];
+        let mut come = 0;
+        while come < HEAD_BYTES {
+            match stream.receive_next(&mut answer[come..], patience) {
+                Ok(0) => return Err(Fault::Io(io::ErrorKind::UnexpectedEof.into())),
+                Ok(n) => come += n,
+                Err(e) => return Err(Fault::Io(e)),
+            }
         }
-        let mut bytes = vec![0; text];
-        match stream.receive(&mut bytes, patience) {
-            Ok(()) => Fault::Told(refusal(status, &bytes)),
-            Err(e) => Fault::Io(e),
-        }
+        let (head, rest) = answer.split_at_mut(HEAD_BYTES);
+        let come = come - HEAD_BYTES;
+        check_head(head, placed.bytes, |text| {
+            let known = come.min(text.len());
+            text[..known].copy_from_slice(&rest[..known]);
+            stream.receive(&mut text[known..], patience)
+        })?;
+        stream
+            .receive(&mut rest[come..], patience)
+            .map_err(Fault::Io)?;
+        let (data, trailer) = rest.split_at(bytes);
+        // SAFETY: as in `receive`.
+        unsafe { ranges.write(&mut Walk::default(), data) };
+        arrived(job, placed, trailer, flow)
     }
+}
+
+/// Whether an answer brings the `expected` bytes; else what it says instead, for which `receive` fills
+/// a buffer.
+fn check_head(
+    head: &[u8],
+    expected: u64,
+    receive: impl FnOnce(&mut [u8]) -> io::Result<()>,
+) -> std::result::Result<(), Fault> {
+    let number =
+        |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+    let (status, text) = (number(0) as i32, number(4) as usize);
+    let coming = u64::from(number(8)) | u64::from(number(12)) << 32;
+    if status == 0 && coming == expected {
+        return Ok(());
+    }
+    if status == 0 || text > MAX_TEXT {
+        return Err(Fault::Told(crate::err!(
+            KVF_ERR_PROTOCOL,
+            "the source sends {coming} bytes where {expected} were asked for"
+        )));
+    }
+    let mut bytes = vec![0; text];
+    Err(match receive(&mut bytes) {
+        Ok(()) => Fault::Told(refusal(status, &bytes)),
+        Err(e) => Fault::Io(e),
+    })
+}
+
+/// Every byte is in place.
+fn arrived(
+    job: &ReadJob,
+    placed: Placed,
+    trailer: &[u8],
+    flow: &mut Flow<'_>,
+) -> std::result::Result<(), Fault> {
+    if trailer != 1u32.to_le_bytes() {
+        job.lose_lease();
+    }
+    placed.arrived(job, flow).map_err(Fault::Told)
 }
 
 /// What one connection was asked for and has not brought yet.
