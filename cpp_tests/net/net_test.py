@@ -14,6 +14,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 
 sys.dont_write_bytecode = True
@@ -480,6 +481,27 @@ def stranger():
             sink.program.kill()
 
 
+def refused():
+    """A firewall refuses connections to a source that was never met: no death notice, until the silence is
+    over; and when it opens, the way is found."""
+    with Network(2) as net:
+        source, sink = Rank(net[1], "source"), Rank(net[2], "sink")
+        source.fill(7)
+        rule = ["INPUT", "-p", "tcp", "-s", net[2].address, "-j", "REJECT", "--reject-with", "tcp-reset"]
+        net[1].iptables("-A", *rule)
+        with Timer(SILENCE + 5) as timer:
+            sink.peer(source, "KVF_ERR_PEER_UNREACHABLE")
+        # It was refused at once, and tried for so long all the same.
+        expect(timer.elapsed > SILENCE - 0.5, timer.elapsed)
+        status, text = sink.lost(0)
+        expect(status == "KVF_ERR_PEER_UNREACHABLE" and "refused" in text and "it failed" in text, status, text)
+        opens = threading.Timer(1.0, net[1].iptables, ["-D", *rule])
+        opens.start()
+        sink.peer(source)
+        opens.join()
+        moves(source, sink, 1)
+
+
 def restart():
     """The source restarts at its address: another agent, whatever the reader still has of the old one."""
     with Network(2) as net:
@@ -775,7 +797,7 @@ def votes():
 
 
 SCENARIOS = (reshard, one_of_four, others, push, votes, ipv6, rate, loss, delay, one_way, partition, short_partition, reset, half_open,
-             reader_gone, stopped, shortly_stopped, killed, stranger, restart, keys, flood)
+             reader_gone, stopped, shortly_stopped, killed, stranger, refused, restart, keys, flood)
 
 
 def need_ucx():
