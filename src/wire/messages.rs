@@ -207,6 +207,9 @@ pub struct MemoryRequest {
     /// By gets, if the source can serve them too; else by messages.
     #[prost(bool, tag = "2")]
     pub ucx_gets: bool,
+    /// Also of device memory: the reader looks at `UcxKey.address` and tries the keys.
+    #[prost(bool, tag = "3")]
+    pub ucx_device_gets: bool,
 }
 
 /// Memory of the sending agent. File descriptors: the lease table, then each mappable pool.
@@ -253,6 +256,9 @@ pub struct UcxMemory {
     /// Why UCX cannot be used there; empty if it can.
     #[prost(string, tag = "5")]
     pub refused: String,
+    /// Why there are no keys for a reader that wanted gets; empty if there are.
+    #[prost(string, tag = "6")]
+    pub no_gets: String,
 }
 
 /// A pool's packed key.
@@ -264,6 +270,9 @@ pub struct UcxKey {
     /// The key.
     #[prost(bytes = "vec", tag = "2")]
     pub key: Vec<u8>,
+    /// Of device memory: where it lies there. 0: memory of the host, at the pool's address.
+    #[prost(uint64, tag = "3")]
+    pub address: u64,
 }
 
 /// One pool of the sending agent.
