@@ -144,7 +144,8 @@ fn device_and_lanes(shared: &Shared) -> (Option<Context>, &'static str) {
         _ => None,
     };
     let lanes = match context {
-        _ if in_software() => "tcp,cuda_copy",
+        Some(_) if in_software() => "tcp,cuda_copy",
+        None if in_software() => "tcp",
         // A host without UCX's module for CUDA is left alone.
         Some(_) if ucx::knows_cuda().is_ok_and(|knows| knows) => ucx::DEVICE_LANES,
         _ => "ib",

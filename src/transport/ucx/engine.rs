@@ -10,7 +10,7 @@ use super::am::{self, Accept, Incoming, Message};
 use super::endpoint::{EndpointState, Peer, check_lengths};
 use super::library::Library;
 use super::progress::{Order, Progress, Queue, Range, refuse};
-use super::rma::{DeviceGets, Flight, Get, Region, SCRATCH_BYTES};
+use super::rma::{DeviceGets, Flight, Get, Region, SCRATCH_BYTES, card_options};
 use super::ucx_sys as sys;
 use crate::bail;
 use crate::cuda::{Context, DeviceBytes, RemoteWrites};
@@ -84,8 +84,7 @@ impl Engine {
             let begun = Library::get().and_then(|ucx| {
                 let mut options = options(ucx, lanes, loopback);
                 if gets && !software {
-                    // Where UCX knows it (1.21): a get that no card can do is refused.
-                    options.push(("PROTO_EMULATION_ENABLE", "n"));
+                    options.extend(card_options(ucx, cuda.is_some()));
                 }
                 let (progress, address) =
                     Progress::new(ucx, features, &options, own, came, spin, cuda)?;

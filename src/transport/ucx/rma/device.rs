@@ -6,9 +6,9 @@ use crate::cuda::{Context, RemoteWrites};
 use crate::error::Result;
 use crate::transport::ucx::library::Library;
 
-/// The first UCX that can be told to leave a get to the card or to refuse it. Older ones would copy device
-/// memory in software in the source's process, or, before 1.16, as if it was memory of the host.
-const FIRST: (u32, u32) = (1, 21);
+/// The first UCX that is trusted to leave a get to the card or to refuse it (the option came with 1.21). Older
+/// ones would copy device memory in software in the source's process, or, before 1.16, as if it was the host's.
+const FIRST: (u32, u32) = (1, 22);
 
 /// Bytes of our own that peers' device memory is tried with.
 pub const SCRATCH_BYTES: u64 = 64;
@@ -16,6 +16,19 @@ pub const SCRATCH_BYTES: u64 = 64;
 /// Lanes for an agent with device memory. Without `cuda_copy` UCX cannot tell device memory; the rest of
 /// its lanes for CUDA is for peers on this host, or for copies by the processor.
 pub const LANES: &str = "ib,cuda_copy";
+
+/// Options of an engine with gets on a card: no get is answered in software. With `cuda`, the card answers into
+/// the memory itself however small a get is, and never into a place that the processor copies it out of.
+pub fn options(ucx: &Library, cuda: bool) -> Vec<(&'static str, &'static str)> {
+    let mut options = Vec::new();
+    if ucx.is_at_least(FIRST.0, FIRST.1) {
+        options.push(("PROTO_EMULATION_ENABLE", "n"));
+        if cuda && std::env::var_os("UCX_IB_TX_INLINE_RESP").is_none() {
+            options.push(("IB_TX_INLINE_RESP", "0"));
+        }
+    }
+    options
+}
 
 /// What an engine can do with device memory, or why not.
 #[derive(Debug)]

@@ -5,7 +5,7 @@ mod device;
 mod flight;
 mod path;
 
-pub use device::{DeviceGets, LANES as DEVICE_LANES, SCRATCH_BYTES};
+pub use device::{DeviceGets, LANES as DEVICE_LANES, SCRATCH_BYTES, options as card_options};
 pub use flight::{Batch, Flight, Get, Region};
 pub use path::{Source, SourcePool, UcxPath};
 
