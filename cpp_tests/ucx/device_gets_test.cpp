@@ -92,6 +92,23 @@ INSTANTIATE_TEST_SUITE_P(Between, DeviceGets,
                                   process_test::word(std::get<1>(info.param));
                          });
 
+// UCX registers memory of the host with every lane that takes it, CUDA's too: the lease table, pools of a layout
+// that has both. What it has pinned it gives back.
+TEST(DeviceGetsHost, MemoryBesideDevicesIsNotLeftPinned) {
+  const auto before = books();
+  {
+    Gpu gpu;
+    ASSERT_NE(gpu.peer.text().find("gets, of device memory too"), std::string::npos)
+        << gpu.peer.text();
+    auto publication = gpu.publish(1, {3, 9}, 8);
+    auto transfer = gpu.sink.agent.pull_begin(gpu.peer, publication.ticket(), 0, Ints{5, 6});
+    ASSERT_EQ(transfer.wait(kLong), KVF_OK) << transfer.error_text();
+    EXPECT_EQ(gpu.sink.block(0, 5), gpu.source.block(0, 3));
+  }
+  EXPECT_EQ(books().pinned_registrations, before.pinned_registrations);
+  EXPECT_EQ(books().violations, 0u);
+}
+
 // Where the device does not order what a card writes, it is flushed before a transfer is done.
 TEST(DeviceGetsFlush, IsAskedForWhereTheDeviceNeedsIt) {
   for (const int ordering : {0, 100, 200}) {

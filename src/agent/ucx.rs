@@ -210,15 +210,17 @@ fn announced(shared: &Arc<Shared>, request: &wire::MemoryRequest) -> Result<wire
     if !request.ucx_gets || !engine.has_gets() {
         return Ok(memory);
     }
-    if pools.iter().any(|pool| pool.is_device()) {
-        let ready = match request.ucx_device_gets {
-            true => own_devices(shared, &engine),
-            false => Err(err!(KVF_ERR_UNSUPPORTED, "the reader is too old for it")),
-        };
-        if let Err(e) = ready {
-            memory.no_gets = e.text;
-            return Ok(memory);
-        }
+    let ready = match pools.iter().any(|pool| pool.is_device()) {
+        true if !request.ucx_device_gets => Err(err!(
+            KVF_ERR_UNSUPPORTED,
+            "the reader's kvferry is too old for it"
+        )),
+        true => own_devices(shared, &engine),
+        false => Ok(()),
+    };
+    if let Err(e) = ready {
+        memory.no_gets = e.text;
+        return Ok(memory);
     }
     for pool in pools {
         // Not while it is taken back, nor the other way round.
@@ -237,7 +239,7 @@ fn announced(shared: &Arc<Shared>, request: &wire::MemoryRequest) -> Result<wire
     Ok(memory)
 }
 
-/// Whether gets reach the agent's own device pools.
+/// Registers the agent's own device pools, so that gets reach them.
 ///
 /// # Errors
 /// Why not.
@@ -256,6 +258,18 @@ fn own_devices(shared: &Shared, engine: &Engine) -> Result<()> {
             KVF_ERR_UNSUPPORTED,
             "the device pools are in another CUDA context than those that UCX was started with"
         );
+    }
+    // All of them now: a pool that does not fit what the device lets cards see shall not fail a transfer, and UCX
+    // may change the context's flags, which is not for a time when streams wait for transfers.
+    let pools: Vec<Arc<Pool>> = {
+        let state = shared.lock();
+        let pools = state.layout_pools().map(|e| e.pool.clone());
+        pools.filter(|pool| pool.is_device()).collect()
+    };
+    for pool in pools {
+        if let Some(_open) = pool.enter() {
+            engine.register_pool(&pool)?;
+        }
     }
     Ok(())
 }
@@ -284,7 +298,10 @@ pub(super) fn path(
     let engine = engine(shared, card)?;
     let gets = engine.has_gets() && !announced.lease_key.is_empty();
     let from_devices = announced.keys.iter().any(|key| key.address != 0);
-    let mut no_gets = announced.no_gets.clone();
+    let mut no_gets = match announced.no_gets.as_str() {
+        "" => String::new(),
+        why => format!("the source: {why}"),
+    };
     if gets && !shared.contexts().is_empty() {
         no_gets = own_devices(shared, &engine).map_or_else(|e| e.text, |()| String::new());
     }

@@ -375,6 +375,9 @@ impl std::fmt::Debug for Engine {
     }
 }
 
+/// kvferry registers what it uses, for good; a cache would watch all of the engine's memory.
+const NO_CACHES: [(&str, &str); 2] = [("RCACHE_ENABLE", "n"), ("MEMTYPE_CACHE", "n")];
+
 /// Options that kvferry sets; what the environment names stays as it is.
 fn options(
     ucx: &Library,
@@ -382,11 +385,7 @@ fn options(
     loopback: bool,
 ) -> Vec<(&'static str, &'static str)> {
     let unset = |name: &str| std::env::var_os(name).is_none();
-    let mut options = vec![
-        // kvferry registers what it uses, for good; a cache would watch all of the engine's memory.
-        ("RCACHE_ENABLE", "n"),
-        ("MEMTYPE_CACHE", "n"),
-    ];
+    let mut options = NO_CACHES.to_vec();
     if unset("UCX_TLS") {
         options.push(("TLS", lanes));
     }
@@ -412,7 +411,7 @@ pub fn has_card() -> bool {
 /// `KVF_ERR_UNSUPPORTED` without a usable UCX.
 pub fn knows_cuda() -> Result<bool> {
     let ucx = Library::get()?;
-    let context = ucx.context(sys::UCP_FEATURE_RMA, &[])?;
+    let context = ucx.context(sys::UCP_FEATURE_RMA, &NO_CACHES)?;
     // SAFETY: just made, and this thread's alone.
     unsafe {
         let knows = ucx.knows_cuda(context);
