@@ -111,9 +111,9 @@ mod armed {
         #[test]
         fn only_known_faults_are_armed() {
             assert_eq!(parse("").unwrap(), []);
-            let stop = ("mid_copy".to_owned(), Act::Signal(libc::SIGSTOP));
-            assert_eq!(parse("mid_copy:stop").unwrap(), [stop.clone()]);
-            let both = [("other".to_owned(), Act::Deviate), stop];
+            let stop = || ("mid_copy".to_owned(), Act::Signal(libc::SIGSTOP));
+            assert_eq!(parse("mid_copy:stop").unwrap(), [stop()]);
+            let both = [("other".to_owned(), Act::Deviate), stop()];
             assert_eq!(parse("other:on,mid_copy:stop").unwrap(), both);
             assert!(parse("mid_copy").is_err());
             assert!(parse("mid_copy:explode").is_err());

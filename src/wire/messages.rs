@@ -873,3 +873,49 @@ pub struct ViewLayout {
     #[prost(uint64, repeated, tag = "10")]
     pub strides: Vec<u64>,
 }
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+
+    use super::{MemoryRequest, UcxKey};
+
+    /// Before there were gets of device memory.
+    #[derive(Clone, PartialEq, Message)]
+    struct OldRequest {
+        #[prost(bool, tag = "1")]
+        ucx: bool,
+        #[prost(bool, tag = "2")]
+        ucx_gets: bool,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    struct OldKey {
+        #[prost(uint32, tag = "1")]
+        pool: u32,
+        #[prost(bytes = "vec", tag = "2")]
+        key: Vec<u8>,
+    }
+
+    #[test]
+    fn gets_of_device_memory_are_unknown_to_older_peers_and_not_asked_for_by_them() {
+        let new = MemoryRequest {
+            ucx: true,
+            ucx_gets: true,
+            ucx_device_gets: true,
+        };
+        let old = OldRequest::decode(&new.encode_to_vec()[..]).unwrap();
+        assert!(old.ucx && old.ucx_gets);
+        let back = MemoryRequest::decode(&old.encode_to_vec()[..]).unwrap();
+        assert!(back.ucx && back.ucx_gets && !back.ucx_device_gets);
+        let key = UcxKey {
+            pool: 3,
+            key: vec![1, 2],
+            address: 0x7000,
+        };
+        let old = OldKey::decode(&key.encode_to_vec()[..]).unwrap();
+        assert_eq!((old.pool, &old.key[..]), (3, &[1, 2][..]));
+        let back = UcxKey::decode(&old.encode_to_vec()[..]).unwrap();
+        assert_eq!(back.address, 0);
+    }
+}

@@ -289,6 +289,15 @@ mod tests {
     }
 
     #[test]
+    fn versions_are_compared_by_number() {
+        let Some(ucx) = crate::transport::ucx::tests::ucx("versions") else {
+            return;
+        };
+        assert!(ucx.is_at_least(1, 13) && ucx.is_at_least(1, 0) && ucx.is_at_least(0, 99));
+        assert!(!ucx.is_at_least(1, 1000) && !ucx.is_at_least(2, 0));
+    }
+
+    #[test]
     fn a_library_that_is_not_there_is_an_error_with_what_to_do() {
         let e = Library::open("/nowhere/libucp.so.0".into()).err().unwrap();
         assert_eq!(e.status, Status::KVF_ERR_UNSUPPORTED);
