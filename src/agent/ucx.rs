@@ -268,7 +268,7 @@ fn own_devices(shared: &Shared, engine: &Engine) -> Result<()> {
     };
     for pool in pools {
         if let Some(_open) = pool.enter() {
-            engine.register_pool(&pool)?;
+            engine.register_device_pool(&pool)?;
         }
     }
     Ok(())

@@ -186,6 +186,25 @@ impl Engine {
             .map_err(|e| e.context(format_args!("pool {}", pool.id())))
     }
 
+    /// Registers a pool of device memory, with the card too: UCX says nothing when only some of its lanes take
+    /// the memory, but a key then names fewer of them than that of the memory that gets are tried with.
+    ///
+    /// # Errors
+    /// As for [`Self::register_pool`]; `KVF_ERR_UNSUPPORTED` if the card does not take the pool.
+    pub fn register_device_pool(&self, pool: &Arc<Pool>) -> Result<()> {
+        self.scratch()?;
+        let tried = self.keys().get(&Region::Scratch).map_or(0, Vec::len);
+        if self.register_pool(pool)?.len() < tried {
+            bail!(
+                KVF_ERR_UNSUPPORTED,
+                "pool {}: the card does not take its {} bytes",
+                pool.id(),
+                pool.bytes()
+            );
+        }
+        Ok(())
+    }
+
     /// Registers the lease table once; its key for peers.
     ///
     /// # Errors
