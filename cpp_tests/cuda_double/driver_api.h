@@ -29,6 +29,7 @@ typedef struct CUipcEventHandle_st {
   char reserved[64];
 } CUipcEventHandle;
 typedef void (*CUhostFn)(void* user_data);
+typedef void (*CUstreamCallback)(CUstream stream, CUresult status, void* user_data);
 
 /* Results (section "Data types used by CUDA driver", CUresult). */
 enum {
@@ -170,6 +171,8 @@ CUresult cuCtxSetCurrent(CUcontext context);
 CUresult cuCtxPushCurrent_v2(CUcontext context);
 CUresult cuCtxPopCurrent_v2(CUcontext* context);
 CUresult cuCtxGetDevice(CUdevice* device);
+CUresult cuCtxGetId(CUcontext context, unsigned long long* id);
+CUresult cuFlushGPUDirectRDMAWrites(int target, int scope);
 CUresult cuCtxSynchronize(void);
 CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned int flags);
 CUresult cuCtxDisablePeerAccess(CUcontext peer);
@@ -191,6 +194,8 @@ CUresult cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t
 CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t value,
                                  unsigned int flags);
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* user_data);
+CUresult cuStreamAddCallback(CUstream stream, CUstreamCallback callback, void* user_data,
+                             unsigned int flags);
 
 /* Events. */
 CUresult cuEventCreate(CUevent* event, unsigned int flags);

@@ -5,8 +5,6 @@
 
 using namespace cuda_double;
 
-typedef void (*CUstreamCallback)(CUstream stream, CUresult status, void* user_data);
-
 // With -fvisibility=hidden and no header that names them.
 #define KVF_FOREIGN(name, parameters)         \
   KVF_DOUBLE_EXPORT CUresult name parameters; \
@@ -22,7 +20,7 @@ typedef void (*CUstreamCallback)(CUstream stream, CUresult status, void* user_da
 extern "C" {
 
 // "Unique for the lifetime of the process"; NULL is the current context (cuCtxGetId).
-KVF_FOREIGN(cuCtxGetId, (CUcontext handle, unsigned long long* id)) {
+KVF_DOUBLE_EXPORT CUresult cuCtxGetId(CUcontext handle, unsigned long long* id) {
   KVF_CALL(Init);
   if (id == nullptr) return CUDA_ERROR_INVALID_VALUE;
   if (handle == nullptr) {
@@ -36,8 +34,8 @@ KVF_FOREIGN(cuCtxGetId, (CUcontext handle, unsigned long long* id)) {
 }
 
 // Called in the stream's order (cuStreamAddCallback).
-KVF_FOREIGN(cuStreamAddCallback,
-            (CUstream handle, CUstreamCallback callback, void* user_data, unsigned int flags)) {
+KVF_DOUBLE_EXPORT CUresult cuStreamAddCallback(CUstream handle, CUstreamCallback callback,
+                                               void* user_data, unsigned int flags) {
   KVF_CALL(Context);
   if (callback == nullptr || flags != 0) return CUDA_ERROR_INVALID_VALUE;
   std::shared_ptr<Stream> stream;
@@ -57,7 +55,7 @@ KVF_FOREIGN(cuStreamAddCallback,
 // What a card has written to the current context's device is visible to `scope` (100 the owner, 200 all
 // devices) when it returns; `target` 0 is the only one (cuFlushGPUDirectRDMAWrites). Only where
 // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS has the bit of the host.
-KVF_FOREIGN(cuFlushGPUDirectRDMAWrites, (int target, int scope)) {
+KVF_DOUBLE_EXPORT CUresult cuFlushGPUDirectRDMAWrites(int target, int scope) {
   KVF_CALL(Context);
   if (target != 0 || (scope != 100 && scope != 200)) return CUDA_ERROR_INVALID_VALUE;
   return (state().rdma_flush & 1) != 0 ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
