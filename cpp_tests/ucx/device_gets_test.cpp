@@ -3,6 +3,7 @@
 #include "gpu.hpp"
 
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <tuple>
 
@@ -16,14 +17,14 @@ using process_test::Child;
 using ProcessKind = process_test::MemoryKind;
 
 constexpr std::uint64_t kBlock = 16384;
-constexpr const char* kHook = "ucx_gets_in_software:on";
 
 // A source in another process and a reader here.
 struct Two {
-  Two(ProcessKind theirs, ProcessKind ours, const std::string& source_faults = kHook) {
-    const char* mine = std::getenv("KVF_FAULT");
-    const std::string faults = mine != nullptr ? mine : "";
-    setenv("KVF_FAULT", source_faults.c_str(), 1);
+  Two(ProcessKind theirs, ProcessKind ours,
+      const std::function<void(kvferry::Agent&)>& before = nullptr) {
+    // Deviations are for this side.
+    const std::string faults = std::getenv("KVF_FAULT");
+    setenv("KVF_FAULT", "ucx_gets_in_software:on", 1);
     source = std::make_unique<Child>(std::vector<std::string>{
         AGENT_PROGRAM, "source", std::to_string(kBlock), "9", "1", process_test::word(theirs)});
     setenv("KVF_FAULT", faults.c_str(), 1);
@@ -31,6 +32,7 @@ struct Two {
     EXPECT_EQ(source->ask("fill 7"), "ok");
     here = std::make_unique<process_test::Cache>(process_test::quick("sink"),
                                                  process_test::Shape{kBlock, 9, 1, ours});
+    if (before) before(here->agent);
     peer = here->agent.add_peer(process_test::from_hex(source->ask("meta")));
     EXPECT_EQ(peer.wait(kLong), KVF_OK) << peer.text();
   }
@@ -150,9 +152,10 @@ TEST(DeviceGetsFlush, ThatFailsFailsTheTransfer) {
 }
 
 // Whatever is missing: messages, with the reason, and the right bytes.
-void expect_messages(const char* why) {
+void expect_messages(const char* why,
+                     const std::function<void(kvferry::Agent&)>& before = nullptr) {
   const auto pinned = books().pinned_allocations;
-  Two two(ProcessKind::device, ProcessKind::device);
+  Two two(ProcessKind::device, ProcessKind::device, before);
   EXPECT_TRUE(two.says("messages, through pinned memory for device pools: ")) << two.peer.text();
   EXPECT_TRUE(two.says(why)) << two.peer.text();
   auto transfer = two.pull();
@@ -175,6 +178,19 @@ TEST(DeviceGetsRefused, ADeviceThatNoCardReaches) {
 TEST(DeviceGetsRefused, AUcxThatDoesNotKnowCuda) {
   setenv("UCX_TLS", "tcp", 1);
   expect_messages("does not know CUDA memory");
+}
+
+TEST(DeviceGetsRefused, PoolsOfTwoContexts) {
+  auto& cuda = Cuda::get();
+  CUcontext other = nullptr;
+  CUdeviceptr memory = 0;
+  Cuda::check(cuda.find<CUresult(CUcontext*, unsigned, CUdevice)>("cuCtxCreate_v2")(&other, 0, 0),
+              "cuCtxCreate");
+  Cuda::check(cuda.alloc(&memory, 4096), "cuMemAlloc");
+  kvferry::Pool pool;
+  expect_messages("device pools of 2 CUDA contexts", [&](kvferry::Agent& agent) {
+    pool = agent.register_device_memory(reinterpret_cast<void*>(memory), 4096);
+  });
 }
 
 // The source's UCX has no module for CUDA; the reader has no device memory.
