@@ -67,6 +67,11 @@ void kvf_cuda_double_hold_all(int held);
  * and waiting for it fails, as in a capture. No graph is made of the work. Returns a CUresult. */
 CUresult kvf_cuda_double_capture(CUstream stream, int capturing);
 
+/* What devices say about a card that reaches their memory by itself:
+ * CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED, _WRITES_ORDERING (0 none, 100 the owner, 200 all devices) and
+ * _FLUSH_WRITES_OPTIONS (1: cuFlushGPUDirectRDMAWrites works). At load 1, 200, 1. */
+void kvf_cuda_double_gpu_direct(int supported, int ordering, int flush);
+
 /* Reads or writes device memory at once, behind the driver's back. Returns a CUresult. */
 CUresult kvf_cuda_double_peek(void* to, CUdeviceptr from, size_t bytes);
 CUresult kvf_cuda_double_poke(CUdeviceptr to, const void* from, size_t bytes);

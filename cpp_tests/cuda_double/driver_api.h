@@ -29,6 +29,7 @@ typedef struct CUipcEventHandle_st {
   char reserved[64];
 } CUipcEventHandle;
 typedef void (*CUhostFn)(void* user_data);
+typedef void (*CUstreamCallback)(CUstream stream, CUresult status, void* user_data);
 
 /* Results (section "Data types used by CUDA driver", CUresult). */
 enum {
@@ -126,6 +127,9 @@ enum {
   CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91,
   CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1 = 92,
   CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED = 99,
+  CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED = 116,
+  CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS = 117,
+  CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING = 118,
   CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122,
   CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR = 123,
   CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED = 125
@@ -167,6 +171,8 @@ CUresult cuCtxSetCurrent(CUcontext context);
 CUresult cuCtxPushCurrent_v2(CUcontext context);
 CUresult cuCtxPopCurrent_v2(CUcontext* context);
 CUresult cuCtxGetDevice(CUdevice* device);
+CUresult cuCtxGetId(CUcontext context, unsigned long long* id);
+CUresult cuFlushGPUDirectRDMAWrites(int target, int scope);
 CUresult cuCtxSynchronize(void);
 CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned int flags);
 CUresult cuCtxDisablePeerAccess(CUcontext peer);
@@ -188,6 +194,8 @@ CUresult cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t
 CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t value,
                                  unsigned int flags);
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* user_data);
+CUresult cuStreamAddCallback(CUstream stream, CUstreamCallback callback, void* user_data,
+                             unsigned int flags);
 
 /* Events. */
 CUresult cuEventCreate(CUevent* event, unsigned int flags);

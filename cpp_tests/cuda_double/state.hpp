@@ -145,6 +145,8 @@ struct State {
   int device_count = 1;  // KVF_CUDA_DOUBLE_DEVICES
   bool peers = true;     // KVF_CUDA_DOUBLE_PEERS=0: no peer access
   int version = 13000;
+  // kvf_cuda_double_gpu_direct.
+  std::atomic<int> rdma_supported{1}, rdma_ordering{200}, rdma_flush{1};
 
   template <class Handle>
   Handle fresh_handle() {  // with mutex held

@@ -44,6 +44,7 @@ signed char ucp_init_version(unsigned major, unsigned minor, const void *params,
   void name(void);                                                                       \
   void name(void) { __builtin_trap(); }
 NEVER(ucp_cleanup)
+NEVER(ucp_context_query)
 NEVER(ucp_worker_create)
 NEVER(ucp_worker_destroy)
 NEVER(ucp_worker_get_efd)

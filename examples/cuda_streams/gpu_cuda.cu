@@ -42,7 +42,12 @@ cudaStream_t raw(gpu::Stream stream) { return static_cast<cudaStream_t>(stream);
 namespace gpu {
 
 bool init() {
-  int count = 0;
+  // Without a driver the runtime speaks of one that is too old.
+  int driver = 0, count = 0;
+  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) {
+    std::fprintf(stderr, "no CUDA driver\n");
+    return false;
+  }
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error == cudaSuccess && count > 0) return true;
   std::fprintf(stderr, "no CUDA device: %s\n", cudaGetErrorString(error));

@@ -39,7 +39,11 @@ impl Control {
             remote.memory_asked = Some(link.id);
             let ucx = ucx::is_wanted(&self.shared, link.process.is_some());
             let ucx_gets = ucx && ucx::wants_gets(&self.shared);
-            link.send(Body::MemoryRequest(wire::MemoryRequest { ucx, ucx_gets }));
+            link.send(Body::MemoryRequest(wire::MemoryRequest {
+                ucx,
+                ucx_gets,
+                ucx_device_gets: ucx_gets,
+            }));
         }
     }
 
@@ -68,7 +72,7 @@ impl Control {
         // Loading UCX and registering memory take their time.
         let shared = self.shared.clone();
         self.shared.workers.submit(i32::MAX, move || {
-            let ucx = ucx::announce(&shared, request.ucx_gets);
+            let ucx = ucx::announce(&shared, &request);
             shared.send(Command::Announce(agent, Box::new(ucx)));
         });
     }

@@ -1,7 +1,7 @@
 //! The agent's UCX: made when a peer first needs it, announced to readers, and taken down before
 //! memory that a lost reader may still ask for can be freed.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use super::control::Command;
@@ -10,13 +10,16 @@ use super::metadata::{RankInfo, incarnation};
 use super::paths::allowed;
 use super::serving::OverUcx;
 use super::shared::Shared;
-use crate::bail;
+use crate::cuda::Context;
 use crate::error::Result;
 use crate::memory::Pool;
-use crate::observe::marks;
+use crate::observe::{fault, marks};
 use crate::transport::DataPath;
-use crate::transport::ucx::{self, Engine, MessagePath, MessageSource, Region, Source, UcxPath};
+use crate::transport::ucx::{
+    self, Engine, MessagePath, MessageSource, Region, Source, SourcePool, UcxPath,
+};
 use crate::wire;
+use crate::{bail, err};
 
 /// The engine, if one was needed.
 #[derive(Default)]
@@ -89,8 +92,16 @@ impl Ucx {
     }
 }
 
+/// Gets between agents of one host, in software: for tests, which have no card.
+fn in_software() -> bool {
+    fault::deviates("ucx_gets_in_software")
+}
+
 /// Whether the configuration or `KVFERRY_TRANSPORTS` names it, which forces it.
 pub(super) fn is_named(shared: &Shared) -> bool {
+    if in_software() {
+        return false;
+    }
     let in_list = |list: &str| list.split(',').any(|name| name.trim() == "ucx");
     allowed(&shared.config.transports, "ucx")
         && (shared.config.transports.iter().any(|name| name == "ucx")
@@ -99,12 +110,14 @@ pub(super) fn is_named(shared: &Shared) -> bool {
 
 /// Whether to ask a source for its UCX address; it would have to load UCX for an answer.
 pub(super) fn is_wanted(shared: &Shared, same_host: bool) -> bool {
-    is_named(shared) || (allowed(&shared.config.transports, "ucx") && !same_host && ucx::has_card())
+    is_named(shared)
+        || (allowed(&shared.config.transports, "ucx")
+            && (!same_host && ucx::has_card() || in_software()))
 }
 
 /// Whether to ask a source for gets.
 pub(super) fn wants_gets(shared: &Shared) -> bool {
-    !is_named(shared) && ucx::has_card()
+    !is_named(shared) && (ucx::has_card() || in_software())
 }
 
 /// Why UCX may be used here, and whether a card serves gets.
@@ -115,8 +128,29 @@ fn chosen(shared: &Shared) -> Result<(&'static str, bool)> {
     if is_named(shared) {
         return Ok(("forced by the configuration", false));
     }
+    if in_software() {
+        return Ok(("in software, for a test", true));
+    }
     ucx::hardware_rma()?;
     Ok(("hardware RMA", true))
+}
+
+/// The context of all device pools, and UCX's lanes for an engine with gets.
+fn device_and_lanes(shared: &Shared) -> (Option<Context>, &'static str) {
+    let contexts = shared.contexts();
+    let context = match contexts.as_slice() {
+        [one] => Some(*one),
+        // UCX's calls for one device cannot be told from those for another on its one thread.
+        _ => None,
+    };
+    let lanes = match context {
+        Some(_) if in_software() => "tcp,cuda_copy",
+        None if in_software() => "tcp",
+        // A host without UCX's module for CUDA is left alone.
+        Some(_) if ucx::knows_cuda().is_ok_and(|knows| knows) => ucx::DEVICE_LANES,
+        _ => "ib",
+    };
+    (context, lanes)
 }
 
 /// The agent's engine; not on the control thread, since loading UCX takes its time.
@@ -127,13 +161,19 @@ fn engine(shared: &Arc<Shared>, gets: bool) -> Result<Arc<Engine>> {
     {
         return Ok(engine.clone());
     }
+    // With a card it opens no sockets. Shared memory is `shm`'s, whose peers' deaths and files
+    // kvferry looks after itself.
+    let (cuda, lanes) = match gets {
+        true => device_and_lanes(shared),
+        false => (None, "^mm"),
+    };
     let config = ucx::Config {
         name: format!("{}-ucx", super::setup::thread_name(&shared.config.name)),
         affinity: shared.config.affinity.clone(),
         gets,
-        // With a card it opens no sockets. Shared memory is `shm`'s, whose peers' deaths and files
-        // kvferry looks after itself.
-        lanes: if gets { "ib" } else { "^mm" },
+        software: in_software(),
+        cuda,
+        lanes,
         loopback: shared.address.ip().is_loopback(),
         spin: shared.config.spin,
         patience: shared.config.timeouts.connect,
@@ -147,15 +187,15 @@ fn engine(shared: &Arc<Shared>, gets: bool) -> Result<Arc<Engine>> {
     Ok(made)
 }
 
-/// What a reader that wants to use UCX is told; `gets`: it could use gets.
-pub(super) fn announce(shared: &Arc<Shared>, gets: bool) -> wire::UcxMemory {
-    announced(shared, gets).unwrap_or_else(|e| wire::UcxMemory {
+/// What a reader that wants to use UCX is told.
+pub(super) fn announce(shared: &Arc<Shared>, request: &wire::MemoryRequest) -> wire::UcxMemory {
+    announced(shared, request).unwrap_or_else(|e| wire::UcxMemory {
         refused: e.text,
         ..Default::default()
     })
 }
 
-fn announced(shared: &Arc<Shared>, gets: bool) -> Result<wire::UcxMemory> {
+fn announced(shared: &Arc<Shared>, request: &wire::MemoryRequest) -> Result<wire::UcxMemory> {
     let (_, card) = chosen(shared)?;
     let engine = engine(shared, card)?;
     let mut memory = wire::UcxMemory {
@@ -167,8 +207,19 @@ fn announced(shared: &Arc<Shared>, gets: bool) -> Result<wire::UcxMemory> {
         let state = shared.lock();
         state.layout_pools().map(|e| e.pool.clone()).collect()
     };
-    // Nobody has measured gets of device memory; messages pass it through host buffers.
-    if !gets || !engine.has_gets() || pools.iter().any(|pool| pool.is_device()) {
+    if !request.ucx_gets || !engine.has_gets() {
+        return Ok(memory);
+    }
+    let ready = match pools.iter().any(|pool| pool.is_device()) {
+        true if !request.ucx_device_gets => Err(err!(
+            KVF_ERR_UNSUPPORTED,
+            "the reader's kvferry is too old for it"
+        )),
+        true => own_devices(shared, &engine),
+        false => Ok(()),
+    };
+    if let Err(e) = ready {
+        memory.no_gets = e.text;
         return Ok(memory);
     }
     for pool in pools {
@@ -177,11 +228,50 @@ fn announced(shared: &Arc<Shared>, gets: bool) -> Result<wire::UcxMemory> {
             memory.keys.push(wire::UcxKey {
                 pool: pool.id(),
                 key: engine.register_pool(&pool)?,
+                address: match pool.is_device() {
+                    true => pool.base().expose_provenance() as u64,
+                    false => 0,
+                },
             });
         }
     }
     memory.lease_key = engine.register_leases(&shared.leases)?;
     Ok(memory)
+}
+
+/// Registers the agent's own device pools, so that gets reach them.
+///
+/// # Errors
+/// Why not.
+fn own_devices(shared: &Shared, engine: &Engine) -> Result<()> {
+    let contexts = shared.contexts();
+    if contexts.len() > 1 {
+        bail!(
+            KVF_ERR_UNSUPPORTED,
+            "device pools of {} CUDA contexts",
+            contexts.len()
+        );
+    }
+    let (context, _) = engine.device()?;
+    if contexts.first() != Some(&context) {
+        bail!(
+            KVF_ERR_UNSUPPORTED,
+            "the device pools are in another CUDA context than those that UCX was started with"
+        );
+    }
+    // All of them now: a pool that does not fit what the device lets cards see shall not fail a transfer, and UCX
+    // may change the context's flags, which is not for a time when streams wait for transfers.
+    let pools: Vec<Arc<Pool>> = {
+        let state = shared.lock();
+        let pools = state.layout_pools().map(|e| e.pool.clone());
+        pools.filter(|pool| pool.is_device()).collect()
+    };
+    for pool in pools {
+        if let Some(_open) = pool.enter() {
+            engine.register_device_pool(&pool)?;
+        }
+    }
+    Ok(())
 }
 
 /// A way through UCX, proven by the nonce; `refused`: ways that were not taken, and why.
@@ -207,45 +297,92 @@ pub(super) fn path(
     }
     let engine = engine(shared, card)?;
     let gets = engine.has_gets() && !announced.lease_key.is_empty();
-    let gets = gets && shared.contexts().is_empty();
-    let how = if gets { "gets" } else { "messages" };
-    let mut reason = format!("{how}; the source's is {}; {why}", announced.version);
-    if !refused.is_empty() {
-        reason.push_str(&format!("; not {}", refused.join("; not ")));
+    let from_devices = announced.keys.iter().any(|key| key.address != 0);
+    let mut no_gets = match announced.no_gets.as_str() {
+        "" => String::new(),
+        why => format!("the source: {why}"),
+    };
+    if gets && !shared.contexts().is_empty() {
+        no_gets = own_devices(shared, &engine).map_or_else(|e| e.text, |()| String::new());
     }
+    if gets && no_gets.is_empty() && from_devices {
+        no_gets = engine
+            .reads_devices()
+            .map_or_else(|e| e.text, |()| String::new());
+    }
+    let reason = |how: &str| {
+        let mut reason = format!("{how}; the source's is {}; {why}", announced.version);
+        if !refused.is_empty() {
+            reason.push_str(&format!("; not {}", refused.join("; not ")));
+        }
+        reason
+    };
     let (name, patience) = (
         format!("agent {}", source.name),
         shared.config.timeouts.connect,
     );
-    if !gets {
-        let source = MessageSource {
-            name,
-            address: announced.address.clone(),
-            token: incarnation(&memory.token)?.0,
-            pools: memory.pools.iter().map(|p| (p.id, p.bytes)).collect(),
-            nonce,
+    if gets && no_gets.is_empty() {
+        let devices = from_devices || !shared.contexts().is_empty();
+        let source = gets_source(name.clone(), announced, memory, nonce);
+        let how = match devices {
+            true => "gets, of device memory too",
+            false => "gets",
         };
-        let devices = shared.devices.clone();
-        let path = MessagePath::new(engine, source, reason, patience, devices)?;
-        return Ok(Arc::new(path));
+        match UcxPath::new(engine.clone(), source, reason(how), patience) {
+            Ok(path) => return Ok(Arc::new(path)),
+            // What was tried says only that gets do not do.
+            Err(e) if devices && !engine.has_ended() => no_gets = e.text,
+            Err(e) => return Err(e),
+        }
     }
+    let how = match no_gets.as_str() {
+        "" => "messages".to_owned(),
+        why => format!("messages, through pinned memory for device pools: {why}"),
+    };
+    let source = MessageSource {
+        name,
+        address: announced.address.clone(),
+        token: incarnation(&memory.token)?.0,
+        pools: memory.pools.iter().map(|p| (p.id, p.bytes)).collect(),
+        nonce,
+    };
+    let devices = shared.devices.clone();
+    let path = MessagePath::new(engine, source, reason(&how), patience, devices)?;
+    Ok(Arc::new(path))
+}
+
+/// A source that gave keys.
+fn gets_source(
+    name: String,
+    announced: &wire::UcxMemory,
+    memory: &wire::Memory,
+    nonce: [u8; 16],
+) -> Source {
     let keys = announced
         .keys
         .iter()
         .map(|key| (Region::Pool(key.pool), key.key.clone()));
-    let source = Source {
+    let on_device = |id: u32| {
+        let mut keys = announced.keys.iter();
+        keys.find(|key| key.pool == id && key.address != 0)
+    };
+    let pools = memory.pools.iter().map(|pool| {
+        let device = on_device(pool.id);
+        let place = SourcePool {
+            address: device.map_or(pool.address, |key| key.address),
+            bytes: pool.bytes,
+            on_device: device.is_some(),
+        };
+        (pool.id, place)
+    });
+    Source {
         name,
         address: announced.address.clone(),
+        pools: pools.collect(),
         keys: keys
             .chain([(Region::Leases, announced.lease_key.clone())])
             .collect(),
-        pools: memory
-            .pools
-            .iter()
-            .map(|pool| (pool.id, (pool.address, pool.bytes)))
-            .collect::<BTreeMap<_, _>>(),
         leases: (memory.lease_address, memory.lease_bytes),
         nonce,
-    };
-    Ok(Arc::new(UcxPath::new(engine, source, reason, patience)?))
+    }
 }

@@ -58,20 +58,29 @@ impl Context {
         Ok(Some(Self::new(raw, device.unsigned_abs())))
     }
 
+    /// Makes it the calling thread's until the result is dropped, which must be the last one made.
+    ///
+    /// # Errors
+    /// The context is none any more, or there is no driver.
+    pub fn enter(self) -> Result<Current> {
+        Current::push(Driver::get()?, self)
+    }
+
     pub(super) fn raw(self) -> CUcontext {
         std::ptr::with_exposed_provenance_mut(self.raw)
     }
 }
 
 /// While it lives, the context is the calling thread's; then the one before is again.
-pub(super) struct Current {
+#[derive(Debug)]
+pub struct Current {
     driver: &'static Driver,
 }
 
 impl Current {
     /// # Errors
     /// The context is none any more, or has failed.
-    pub fn push(driver: &'static Driver, context: Context) -> Result<Self> {
+    pub(super) fn push(driver: &'static Driver, context: Context) -> Result<Self> {
         // SAFETY: a context that the driver or the engine named; the driver checks it.
         let code = unsafe { (driver.table.ctx_push)(context.raw()) };
         driver.check(code, "cuCtxPushCurrent")?;

@@ -7,6 +7,7 @@
 //! * [`Word`]: what engine streams wait for in `kvf_transfer_stream_wait`.
 //! * [`kernel`]: any number of strided copies in one launch.
 //! * [`Mapping`]: a peer's allocation, opened through CUDA IPC.
+//! * [`RemoteWrites`], [`DeviceBytes`]: a network card that reads and writes device memory by itself.
 //!
 //! Contexts, streams and memory of the engine are never owned, destroyed or made current beyond
 //! a push and its pop. Our own streams do not synchronise with the legacy default stream.
@@ -15,6 +16,7 @@ mod current;
 mod devices;
 mod driver;
 mod gate;
+mod gpu_direct;
 mod ipc;
 pub mod kernel;
 mod lane;
@@ -24,10 +26,11 @@ mod stream;
 mod table;
 mod words;
 
-pub use current::Context;
+pub use current::{Context, Current};
 pub use devices::Devices;
 pub use driver::{Driver, LIBRARY_VARIABLE};
 pub use gate::Gate;
+pub use gpu_direct::{DeviceBytes, RemoteWrites};
 pub use ipc::{Handle, Mapping};
 pub use lane::{Copy, Dim, Lane, MAX_DIMS, Waited};
 pub use memory::{DeviceMemory, Uuid};

@@ -105,6 +105,9 @@ table! {
         copy_peer: c"cuMemcpyPeerAsync",
             (CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, usize, CUstream);
         can_access_peer: c"cuDeviceCanAccessPeer", (*mut c_int, CUdevice, CUdevice);
+        flush_remote_writes: c"cuFlushGPUDirectRDMAWrites", (c_uint, c_uint);
+        device_alloc: c"cuMemAlloc_v2", (*mut CUdeviceptr, usize);
+        device_free: c"cuMemFree_v2", (CUdeviceptr);
         ipc_get: c"cuIpcGetMemHandle", (*mut CUipcMemHandle, CUdeviceptr);
         ipc_open: c"cuIpcOpenMemHandle_v2", (*mut CUdeviceptr, CUipcMemHandle, c_uint);
         ipc_close: c"cuIpcCloseMemHandle", (CUdeviceptr);

@@ -41,22 +41,24 @@ mod armed {
     }
 
     /// `None`: the environment was not looked at yet.
-    static ARMED: Mutex<Option<Option<(String, Act)>>> = Mutex::new(None);
+    static ARMED: Mutex<Option<Vec<(String, Act)>>> = Mutex::new(None);
 
-    /// Arms `name:kill`, `name:stop` or `name:on`; an empty text disarms.
+    /// Arms `name:kill`, `name:stop` or `name:on`, several separated by commas; an empty text disarms.
     ///
     /// # Errors
     /// `KVF_ERR_INVALID_ARGUMENT` for any other text.
     pub fn arm(text: &str) -> Result<()> {
-        let fault = parse(text)?;
-        *armed() = Some(fault);
+        let faults = parse(text)?;
+        *armed() = Some(faults);
         Ok(())
     }
 
-    fn parse(text: &str) -> Result<Option<(String, Act)>> {
-        if text.is_empty() {
-            return Ok(None);
-        }
+    fn parse(text: &str) -> Result<Vec<(String, Act)>> {
+        let each = text.split(',').filter(|text| !text.is_empty());
+        each.map(parse_one).collect()
+    }
+
+    fn parse_one(text: &str) -> Result<(String, Act)> {
         let act = match text.rsplit_once(':') {
             Some((_, "kill")) => Act::Signal(libc::SIGKILL),
             Some((_, "stop")) => Act::Signal(libc::SIGSTOP),
@@ -67,10 +69,10 @@ mod armed {
             ),
         };
         let name = text.rsplit_once(':').map_or(text, |(name, _)| name);
-        Ok(Some((name.to_owned(), act)))
+        Ok((name.to_owned(), act))
     }
 
-    fn armed() -> MutexGuard<'static, Option<Option<(String, Act)>>> {
+    fn armed() -> MutexGuard<'static, Option<Vec<(String, Act)>>> {
         let mut armed = ARMED.lock().unwrap_or_else(PoisonError::into_inner);
         if armed.is_none() {
             let text = std::env::var("KVF_FAULT").unwrap_or_default();
@@ -80,13 +82,16 @@ mod armed {
     }
 
     pub fn point(name: &str) {
-        let mut fault = armed();
-        let signal = match &*fault {
-            Some(Some((armed, Act::Signal(signal)))) if armed == name => *signal,
-            _ => return,
+        let mut faults = armed();
+        let at = faults.iter().flatten().position(|(armed, _)| armed == name);
+        let Some((faults_left, at)) = faults.as_mut().zip(at) else {
+            return;
         };
-        *fault = Some(None);
-        drop(fault);
+        let Act::Signal(signal) = faults_left[at].1 else {
+            return;
+        };
+        faults_left.remove(at);
+        drop(faults);
         // To this thread and not to the process, so that it does not run on until another thread
         // has taken the signal; both signals hit the whole process all the same.
         // SAFETY: signals this process only; both signals need no handler.
@@ -94,7 +99,9 @@ mod armed {
     }
 
     pub fn deviates(name: &str) -> bool {
-        matches!(&*armed(), Some(Some((armed, Act::Deviate))) if armed == name)
+        let faults = armed();
+        let mut faults = faults.iter().flatten();
+        faults.any(|(armed, act)| armed == name && *act == Act::Deviate)
     }
 
     #[cfg(test)]
@@ -103,9 +110,11 @@ mod armed {
 
         #[test]
         fn only_known_faults_are_armed() {
-            assert_eq!(parse("").unwrap(), None);
-            let stop = ("mid_copy".to_owned(), Act::Signal(libc::SIGSTOP));
-            assert_eq!(parse("mid_copy:stop").unwrap(), Some(stop));
+            assert_eq!(parse("").unwrap(), []);
+            let stop = || ("mid_copy".to_owned(), Act::Signal(libc::SIGSTOP));
+            assert_eq!(parse("mid_copy:stop").unwrap(), [stop()]);
+            let both = [("other".to_owned(), Act::Deviate), stop()];
+            assert_eq!(parse("other:on,mid_copy:stop").unwrap(), both);
             assert!(parse("mid_copy").is_err());
             assert!(parse("mid_copy:explode").is_err());
         }

@@ -183,6 +183,11 @@ impl ReadJob {
         self.pools.get(&id)
     }
 
+    /// All of them.
+    pub fn pools(&self) -> impl Iterator<Item = &Arc<Pool>> {
+        self.pools.values()
+    }
+
     /// The lease word to check after the last byte.
     pub fn lease(&self) -> LeaseRef {
         self.lease

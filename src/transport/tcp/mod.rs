@@ -10,6 +10,10 @@ mod client;
 mod server;
 mod stream;
 
+#[cfg(test)]
+#[cfg(not(miri))]
+mod tests;
+
 pub use client::{Connect, TcpPath};
 pub use server::serve;
 pub use stream::{Stream, Until};

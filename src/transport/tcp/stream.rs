@@ -357,6 +357,8 @@ impl Stream {
         patience: Patience<'_>,
         send: bool,
     ) -> io::Result<()> {
+        // Empty ones: the kernel would have nothing to do, and wait for it.
+        ranges = skip(ranges, 0);
         while !ranges.is_empty() {
             // SAFETY: an all-zero msghdr is a valid, empty one.
             let mut message: libc::msghdr = unsafe { std::mem::zeroed() };

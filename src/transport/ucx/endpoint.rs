@@ -71,6 +71,7 @@ pub struct Peer {
 /// A range of ours that UCX knows.
 pub struct Registered {
     pub memh: sys::ucp_mem_h,
+    pub memory_type: sys::ucs_memory_type_t,
     pub packed: Vec<u8>,
     pub _owner: Arc<dyn Any + Send + Sync>,
 }
@@ -250,6 +251,7 @@ impl Endpoint {
         if let Some(ours) = get.to.and_then(|region| memory.get(&region)) {
             params.op_attr_mask |= sys::UCP_OP_ATTR_FIELD_MEMH;
             params.memh = ours.memh;
+            params.memory_type = ours.memory_type;
         }
         batch.posted();
         // SAFETY: endpoint and key are open; the worker that made the get keeps the local memory

@@ -10,9 +10,10 @@ use super::am::{self, Accept, Incoming, Message};
 use super::endpoint::{EndpointState, Peer, check_lengths};
 use super::library::Library;
 use super::progress::{Order, Progress, Queue, Range, refuse};
-use super::rma::{Flight, Get, Region};
+use super::rma::{DeviceGets, Flight, Get, Region, SCRATCH_BYTES, card_options};
 use super::ucx_sys as sys;
 use crate::bail;
+use crate::cuda::{Context, DeviceBytes, RemoteWrites};
 use crate::error::{Error, Result, Status};
 use crate::memory::{LeaseTable, Pool};
 use crate::observe;
@@ -26,6 +27,10 @@ pub struct Config {
     pub affinity: Vec<u32>,
     /// Also gets. Without them nobody can ask UCX to read our memory.
     pub gets: bool,
+    /// Gets may be answered in software: for tests, which have no card.
+    pub software: bool,
+    /// Of the agent's device pools, if they are of one; for gets of and into them.
+    pub cuda: Option<Context>,
     /// `UCX_TLS`, unless the environment has one.
     pub lanes: &'static str,
     /// UCX listens on the loopback interface only, as the agent does.
@@ -44,8 +49,10 @@ pub struct Engine {
     address: Vec<u8>,
     /// What was registered, with its packed key.
     keys: Mutex<BTreeMap<Region, Vec<u8>>>,
+    scratch: Mutex<Option<u64>>,
     incoming: Arc<Incoming>,
     gets: bool,
+    device: DeviceGets,
     patience: Duration,
 }
 
@@ -69,18 +76,27 @@ impl Engine {
             false => sys::UCP_FEATURE_AM,
         };
         let (gets, came) = (config.gets, incoming.clone());
+        let (software, cuda) = (config.software, config.cuda.filter(|_| config.gets));
         // Also opens the library: on a thread that blocks all signals, as the threads that UCX may
         // start inherit.
         let (lanes, loopback) = (config.lanes, config.loopback);
         let thread = spawn(config.name, &config.affinity, move || {
             let begun = Library::get().and_then(|ucx| {
-                let options = options(ucx, lanes, loopback);
-                let (progress, address) = Progress::new(ucx, features, &options, own, came, spin)?;
+                let mut options = options(ucx, lanes, loopback);
+                if gets && !software {
+                    options.extend(card_options(ucx, cuda.is_some()));
+                }
+                let (progress, address) =
+                    Progress::new(ucx, features, &options, own, came, spin, cuda)?;
                 Ok((ucx, progress, address))
             });
             let mut progress = match begun {
                 Ok((ucx, progress, address)) => {
-                    let _ = reply.send(Ok((ucx, address)));
+                    let device = match gets {
+                        true => DeviceGets::of(ucx, progress.knows_cuda(), cuda, software),
+                        false => DeviceGets::none(),
+                    };
+                    let _ = reply.send(Ok((ucx, address, device)));
                     progress
                 }
                 Err(e) => {
@@ -96,7 +112,7 @@ impl Engine {
                 on_panic();
             }
         })?;
-        let (ucx, address) = match answer.recv_timeout(config.patience) {
+        let (ucx, address, device) = match answer.recv_timeout(config.patience) {
             Ok(begun) => begun?,
             Err(_) => bail!(
                 KVF_ERR_UNSUPPORTED,
@@ -110,8 +126,10 @@ impl Engine {
             thread: Mutex::new(Some(thread)),
             address,
             keys: Mutex::default(),
+            scratch: Mutex::default(),
             incoming,
             gets,
+            device,
             patience: config.patience,
         }))
     }
@@ -131,6 +149,22 @@ impl Engine {
         self.gets
     }
 
+    /// Whether device memory of peers can be read by gets.
+    ///
+    /// # Errors
+    /// `KVF_ERR_UNSUPPORTED` with the reason.
+    pub fn reads_devices(&self) -> Result<()> {
+        self.device.reads.clone()
+    }
+
+    /// The context whose device memory gets reach here, and what they need after writing it.
+    ///
+    /// # Errors
+    /// `KVF_ERR_UNSUPPORTED` with the reason.
+    pub fn device(&self) -> Result<(Context, RemoteWrites)> {
+        self.device.own.clone()
+    }
+
     /// Where peers connect to.
     pub fn address(&self) -> &[u8] {
         &self.address
@@ -147,8 +181,28 @@ impl Engine {
     /// `KVF_ERR_TRANSFER` with UCX's text.
     pub fn register_pool(&self, pool: &Arc<Pool>) -> Result<Vec<u8>> {
         let (base, bytes) = (pool.base().expose_provenance() as u64, pool.bytes());
-        self.register(Region::Pool(pool.id()), base, bytes, pool.clone())
+        let at = (base, bytes, pool.is_device());
+        self.register(Region::Pool(pool.id()), at, pool.clone())
             .map_err(|e| e.context(format_args!("pool {}", pool.id())))
+    }
+
+    /// Registers a pool of device memory, with the card too: UCX says nothing when only some of its lanes take
+    /// the memory, but a key then names fewer of them than that of the memory that gets are tried with.
+    ///
+    /// # Errors
+    /// As for [`Self::register_pool`]; `KVF_ERR_UNSUPPORTED` if the card does not take the pool.
+    pub fn register_device_pool(&self, pool: &Arc<Pool>) -> Result<()> {
+        self.scratch()?;
+        let tried = self.keys().get(&Region::Scratch).map_or(0, Vec::len);
+        if self.register_pool(pool)?.len() < tried {
+            bail!(
+                KVF_ERR_UNSUPPORTED,
+                "pool {}: the card does not take its {} bytes",
+                pool.id(),
+                pool.bytes()
+            );
+        }
+        Ok(())
     }
 
     /// Registers the lease table once; its key for peers.
@@ -156,15 +210,31 @@ impl Engine {
     /// # Errors
     /// As for [`Self::register_pool`].
     pub fn register_leases(&self, leases: &Arc<LeaseTable>) -> Result<Vec<u8>> {
-        let (base, bytes) = (leases.address(), leases.bytes());
-        self.register(Region::Leases, base, bytes, leases.clone())
+        let at = (leases.address(), leases.bytes(), false);
+        self.register(Region::Leases, at, leases.clone())
+    }
+
+    /// Device memory to try gets with, [`SCRATCH_BYTES`] at this address, registered.
+    ///
+    /// # Errors
+    /// As for [`Self::device`], and the driver's and UCX's.
+    pub fn scratch(&self) -> Result<u64> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(address) = *scratch {
+            return Ok(address);
+        }
+        let (context, _) = self.device()?;
+        // Freed by the thread once it is not registered any more.
+        let bytes = Arc::new(DeviceBytes::new(context, SCRATCH_BYTES as usize)?);
+        let address = bytes.address();
+        self.register(Region::Scratch, (address, SCRATCH_BYTES, true), bytes)?;
+        Ok(*scratch.insert(address))
     }
 
     fn register(
         &self,
         region: Region,
-        base: u64,
-        bytes: u64,
+        (base, bytes, on_device): (u64, u64, bool),
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Vec<u8>> {
         if let Some(key) = self.keys().get(&region) {
@@ -174,6 +244,7 @@ impl Engine {
             region,
             base,
             bytes,
+            on_device,
             owner,
         };
         let (reply, answer) = sync_channel(1);
@@ -323,6 +394,9 @@ impl std::fmt::Debug for Engine {
     }
 }
 
+/// kvferry registers what it uses, for good; a cache would watch all of the engine's memory.
+const NO_CACHES: [(&str, &str); 2] = [("RCACHE_ENABLE", "n"), ("MEMTYPE_CACHE", "n")];
+
 /// Options that kvferry sets; what the environment names stays as it is.
 fn options(
     ucx: &Library,
@@ -330,11 +404,7 @@ fn options(
     loopback: bool,
 ) -> Vec<(&'static str, &'static str)> {
     let unset = |name: &str| std::env::var_os(name).is_none();
-    let mut options = vec![
-        // kvferry registers what it uses, for good; a cache would watch all of the engine's memory.
-        ("RCACHE_ENABLE", "n"),
-        ("MEMTYPE_CACHE", "n"),
-    ];
+    let mut options = NO_CACHES.to_vec();
     if unset("UCX_TLS") {
         options.push(("TLS", lanes));
     }
@@ -351,6 +421,22 @@ fn options(
 pub fn has_card() -> bool {
     const CARDS: &str = "/sys/class/infiniband";
     std::fs::read_dir(CARDS).is_ok_and(|mut list| list.next().is_some())
+}
+
+/// Whether UCX, left to itself, can tell memory of CUDA devices. Asked with all its lanes: it warns of one that
+/// is named and not there.
+///
+/// # Errors
+/// `KVF_ERR_UNSUPPORTED` without a usable UCX.
+pub fn knows_cuda() -> Result<bool> {
+    let ucx = Library::get()?;
+    let context = ucx.context(sys::UCP_FEATURE_RMA, &NO_CACHES)?;
+    // SAFETY: just made, and this thread's alone.
+    unsafe {
+        let knows = ucx.knows_cuda(context);
+        ucx.ucp_cleanup(context);
+        Ok(knows)
+    }
 }
 
 /// Whether this host has a card that reads a peer's memory without the peer's processor.

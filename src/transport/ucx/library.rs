@@ -112,6 +112,26 @@ impl Library {
         }
     }
 
+    /// Whether it is at least of this version.
+    pub fn is_at_least(&self, major: u32, minor: u32) -> bool {
+        let mut numbers = self.version.split('.').map(|n| n.parse().unwrap_or(0));
+        let mut next = || numbers.next().unwrap_or(0);
+        (next(), next()) >= (major, minor)
+    }
+
+    /// Whether a context can tell memory of a CUDA device from memory of the host.
+    ///
+    /// # Safety
+    /// The context must be open, and no other thread be in a call with it.
+    pub unsafe fn knows_cuda(&self, context: sys::ucp_context_h) -> bool {
+        // SAFETY: every field may be zero.
+        let mut attributes: sys::ucp_context_attr_t = unsafe { std::mem::zeroed() };
+        attributes.field_mask = u64::from(sys::UCP_ATTR_FIELD_MEMORY_TYPES);
+        // SAFETY: passed on to the caller; the mask says which field is written.
+        let status = unsafe { self.ucp.ucp_context_query(context, &raw mut attributes) };
+        status == sys::UCS_OK && attributes.memory_types & (1 << sys::UCS_MEMORY_TYPE_CUDA) != 0
+    }
+
     /// UCX's words for a status.
     pub fn text(&self, status: ucs_status_t) -> String {
         // SAFETY: the call takes any number and returns a string that lives for ever.
@@ -227,6 +247,7 @@ fn check(ucp: &Ucp, name: &str) -> Result<String> {
     }
     let missing = first_missing!(ucp;
         ucp_config_read ucp_config_modify ucp_config_release ucp_init_version ucp_cleanup
+        ucp_context_query
         ucp_worker_create ucp_worker_destroy ucp_worker_get_efd ucp_worker_arm ucp_worker_progress
         ucp_worker_get_address ucp_worker_release_address
         ucp_mem_map ucp_mem_unmap ucp_rkey_pack ucp_rkey_buffer_release ucp_rkey_destroy
@@ -265,6 +286,15 @@ mod tests {
             let words = checks.split(|c: char| !c.is_alphanumeric() && c != '_');
             assert!(words.into_iter().any(named), "{name} is not checked for");
         }
+    }
+
+    #[test]
+    fn versions_are_compared_by_number() {
+        let Some(ucx) = crate::transport::ucx::tests::ucx("versions") else {
+            return;
+        };
+        assert!(ucx.is_at_least(1, 13) && ucx.is_at_least(1, 0) && ucx.is_at_least(0, 99));
+        assert!(!ucx.is_at_least(1, 1000) && !ucx.is_at_least(2, 0));
     }
 
     #[test]

@@ -14,9 +14,9 @@ mod ucx_sys;
 mod workers;
 
 pub use am::{Accept, Connection, MessagePath, MessageSource};
-pub use engine::{Config, Engine, hardware_rma, has_card};
+pub use engine::{Config, Engine, hardware_rma, has_card, knows_cuda};
 pub use library::{LIBRARY_VARIABLE, Library};
-pub use rma::{Region, Source, UcxPath};
+pub use rma::{DEVICE_LANES, Region, Source, SourcePool, UcxPath};
 
 #[cfg(test)]
 #[cfg(not(miri))]

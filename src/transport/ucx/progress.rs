@@ -18,6 +18,7 @@ use super::library::Library;
 use super::rma::{Flight, Get, Region};
 use super::ucx_sys as sys;
 use super::workers::Workers;
+use crate::cuda::{Context, Current};
 use crate::err;
 use crate::error::{Error, Result};
 use crate::runtime::{Bell, wait_readable};
@@ -30,6 +31,8 @@ pub struct Range {
     pub region: Region,
     pub base: u64,
     pub bytes: u64,
+    /// Memory of the device whose context the thread has.
+    pub on_device: bool,
     /// Keeps the memory mapped while it is registered.
     pub owner: Arc<dyn Any + Send + Sync>,
 }
@@ -107,6 +110,8 @@ pub struct Progress {
     incoming: Arc<Incoming>,
     last_endpoint: u64,
     spin: Duration,
+    /// Of the agent's device memory: current while the thread works, and not while it sleeps.
+    cuda: Option<Context>,
     memory: BTreeMap<Region, Registered>,
     endpoints: BTreeMap<u64, Endpoint>,
     /// Of the order to end.
@@ -122,7 +127,9 @@ impl Progress {
         queue: Arc<Queue>,
         incoming: Arc<Incoming>,
         spin: Duration,
+        cuda: Option<Context>,
     ) -> Result<(Self, Vec<u8>)> {
+        let _current = enter(cuda);
         let workers = Workers::new(ucx, ucx.context(features, options)?)?;
         incoming.listen(ucx, workers.inward)?;
         let address = workers.address()?;
@@ -133,6 +140,7 @@ impl Progress {
             incoming,
             last_endpoint: 0,
             spin,
+            cuda,
             memory: BTreeMap::new(),
             endpoints: BTreeMap::new(),
             at_end: Vec::new(),
@@ -140,19 +148,16 @@ impl Progress {
         Ok((progress, address))
     }
 
+    /// Whether UCX can tell device memory.
+    pub fn knows_cuda(&self) -> bool {
+        // SAFETY: open, and this thread's alone.
+        unsafe { self.ucx.knows_cuda(self.workers.context) }
+    }
+
     /// Runs until the order to end.
     pub fn run(&mut self) {
         let mut busy_since = Instant::now();
-        while !self.take_orders() {
-            let mut moved = self.post();
-            for _ in 0..16 {
-                if !self.workers.progress() {
-                    break;
-                }
-                moved = true;
-            }
-            self.greet();
-            self.tidy();
+        while let Some(moved) = self.turn() {
             if moved {
                 busy_since = Instant::now();
             } else if !self.spin.is_zero() && self.is_awaiting() && busy_since.elapsed() < self.spin
@@ -162,6 +167,25 @@ impl Progress {
                 return;
             }
         }
+    }
+
+    /// Does what there is to do, with the device's context; whether UCX had something. `None`: the
+    /// thread is to end.
+    fn turn(&mut self) -> Option<bool> {
+        let _current = enter(self.cuda);
+        if self.take_orders() {
+            return None;
+        }
+        let mut moved = self.post();
+        for _ in 0..16 {
+            if !self.workers.progress() {
+                break;
+            }
+            moved = true;
+        }
+        self.greet();
+        self.tidy();
+        Some(moved)
     }
 
     /// Until UCX or the bell has something; false: UCX cannot be waited for any more.
@@ -264,7 +288,11 @@ impl Progress {
         params.prot = sys::UCP_MEM_MAP_PROT_LOCAL_READ
             | sys::UCP_MEM_MAP_PROT_LOCAL_WRITE
             | sys::UCP_MEM_MAP_PROT_REMOTE_READ;
-        params.memory_type = sys::UCS_MEMORY_TYPE_HOST;
+        let memory_type = match range.on_device {
+            true => sys::UCS_MEMORY_TYPE_CUDA,
+            false => sys::UCS_MEMORY_TYPE_HOST,
+        };
+        params.memory_type = memory_type;
         let mut memh = null_mut();
         // SAFETY: the range is mapped, and its owner is kept until it is unregistered.
         let status = unsafe {
@@ -288,6 +316,7 @@ impl Progress {
         };
         let registered = Registered {
             memh,
+            memory_type,
             packed: packed.clone(),
             _owner: range.owner,
         };
@@ -364,6 +393,7 @@ impl Progress {
 
     /// Ends everything. When this returns, UCX touches no memory of ours any more.
     pub fn shut_down(&mut self) {
+        let _current = enter(self.cuda);
         let ids: Vec<u64> = self.endpoints.keys().copied().collect();
         ids.into_iter().for_each(|id| self.close(id));
         let until = Instant::now() + LAST_WORDS;
@@ -392,6 +422,11 @@ impl Progress {
         left.into_iter().for_each(refuse);
         self.at_end.drain(..).for_each(|done| done());
     }
+}
+
+/// Makes the context the thread's. In one that has ended UCX says itself what it cannot do.
+fn enter(context: Option<Context>) -> Option<Current> {
+    context.and_then(|context| context.enter().ok())
 }
 
 /// An order that comes after the end.

@@ -93,6 +93,8 @@ pub fn engine(name: &str, gets: bool, accept: Box<dyn Accept>) -> Arc<Engine> {
         name: name.into(),
         affinity: Vec::new(),
         gets,
+        software: true,
+        cuda: None,
         lanes: "^mm",
         loopback: true,
         spin: Duration::ZERO,

@@ -265,6 +265,11 @@ pub const UCP_FEATURE_WAKEUP: ucp_feature = 16;
 pub const UCP_FEATURE_STREAM: ucp_feature = 32;
 pub const UCP_FEATURE_AM: ucp_feature = 64;
 pub type ucp_feature = ::std::os::raw::c_uint;
+pub const UCP_ATTR_FIELD_REQUEST_SIZE: ucp_context_attr_field = 1;
+pub const UCP_ATTR_FIELD_THREAD_MODE: ucp_context_attr_field = 2;
+pub const UCP_ATTR_FIELD_MEMORY_TYPES: ucp_context_attr_field = 4;
+pub const UCP_ATTR_FIELD_NAME: ucp_context_attr_field = 8;
+pub type ucp_context_attr_field = ::std::os::raw::c_uint;
 pub const UCP_WORKER_PARAM_FIELD_THREAD_MODE: ucp_worker_params_field = 1;
 pub const UCP_WORKER_PARAM_FIELD_CPU_MASK: ucp_worker_params_field = 2;
 pub const UCP_WORKER_PARAM_FIELD_EVENTS: ucp_worker_params_field = 4;
@@ -365,6 +370,31 @@ const _: () = {
     ["Offset of field: ucp_params::name"][::std::mem::offset_of!(ucp_params, name) - 72usize];
 };
 pub type ucp_params_t = ucp_params;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ucp_context_attr {
+    pub field_mask: u64,
+    pub request_size: usize,
+    pub thread_mode: ucs_thread_mode_t,
+    pub memory_types: u64,
+    pub name: [::std::os::raw::c_char; 32usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of ucp_context_attr"][::std::mem::size_of::<ucp_context_attr>() - 64usize];
+    ["Alignment of ucp_context_attr"][::std::mem::align_of::<ucp_context_attr>() - 8usize];
+    ["Offset of field: ucp_context_attr::field_mask"]
+        [::std::mem::offset_of!(ucp_context_attr, field_mask) - 0usize];
+    ["Offset of field: ucp_context_attr::request_size"]
+        [::std::mem::offset_of!(ucp_context_attr, request_size) - 8usize];
+    ["Offset of field: ucp_context_attr::thread_mode"]
+        [::std::mem::offset_of!(ucp_context_attr, thread_mode) - 16usize];
+    ["Offset of field: ucp_context_attr::memory_types"]
+        [::std::mem::offset_of!(ucp_context_attr, memory_types) - 24usize];
+    ["Offset of field: ucp_context_attr::name"]
+        [::std::mem::offset_of!(ucp_context_attr, name) - 32usize];
+};
+pub type ucp_context_attr_t = ucp_context_attr;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct ucp_worker_params {
@@ -612,6 +642,13 @@ pub struct Ucp {
         ::libloading::Error,
     >,
     pub ucp_cleanup: Result<unsafe extern "C" fn(context_p: ucp_context_h), ::libloading::Error>,
+    pub ucp_context_query: Result<
+        unsafe extern "C" fn(
+            context_p: ucp_context_h,
+            attr: *mut ucp_context_attr_t,
+        ) -> ucs_status_t,
+        ::libloading::Error,
+    >,
     pub ucp_worker_create: Result<
         unsafe extern "C" fn(
             context: ucp_context_h,
@@ -746,6 +783,7 @@ impl Ucp {
             unsafe { __library.get(b"ucp_get_version_string\0") }.map(|sym| *sym);
         let ucp_init_version = unsafe { __library.get(b"ucp_init_version\0") }.map(|sym| *sym);
         let ucp_cleanup = unsafe { __library.get(b"ucp_cleanup\0") }.map(|sym| *sym);
+        let ucp_context_query = unsafe { __library.get(b"ucp_context_query\0") }.map(|sym| *sym);
         let ucp_worker_create = unsafe { __library.get(b"ucp_worker_create\0") }.map(|sym| *sym);
         let ucp_worker_destroy = unsafe { __library.get(b"ucp_worker_destroy\0") }.map(|sym| *sym);
         let ucp_worker_get_address =
@@ -782,6 +820,7 @@ impl Ucp {
             ucp_get_version_string,
             ucp_init_version,
             ucp_cleanup,
+            ucp_context_query,
             ucp_worker_create,
             ucp_worker_destroy,
             ucp_worker_get_address,
@@ -898,6 +937,18 @@ impl Ucp {
                 .ucp_cleanup
                 .as_ref()
                 .expect("Expected function, got error."))(context_p)
+        }
+    }
+    pub unsafe fn ucp_context_query(
+        &self,
+        context_p: ucp_context_h,
+        attr: *mut ucp_context_attr_t,
+    ) -> ucs_status_t {
+        unsafe {
+            (self
+                .ucp_context_query
+                .as_ref()
+                .expect("Expected function, got error."))(context_p, attr)
         }
     }
     pub unsafe fn ucp_worker_create(

@@ -11,6 +11,9 @@ pub struct MemoryRequest {
     /// By gets, if the source can serve them too; else by messages.
     #[prost(bool, tag = "2")]
     pub ucx_gets: bool,
+    /// Also of device memory: the reader looks at `UcxKey.address` and tries the keys.
+    #[prost(bool, tag = "3")]
+    pub ucx_device_gets: bool,
 }
 
 /// Memory of the sending agent. File descriptors: the lease table, then each mappable pool.
@@ -57,6 +60,9 @@ pub struct UcxMemory {
     /// Why UCX cannot be used there; empty if it can.
     #[prost(string, tag = "5")]
     pub refused: String,
+    /// Why there are no keys for a reader that wanted gets; empty if there are.
+    #[prost(string, tag = "6")]
+    pub no_gets: String,
 }
 
 /// A pool's packed key.
@@ -68,6 +74,9 @@ pub struct UcxKey {
     /// The key.
     #[prost(bytes = "vec", tag = "2")]
     pub key: Vec<u8>,
+    /// Of device memory: where it lies there. 0: memory of the host, at the pool's address.
+    #[prost(uint64, tag = "3")]
+    pub address: u64,
 }
 
 /// One pool of the sending agent.
@@ -113,4 +122,50 @@ pub struct Unmap {
     /// Pool id.
     #[prost(uint32, tag = "1")]
     pub pool: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+
+    use super::{MemoryRequest, UcxKey};
+
+    /// Before there were gets of device memory.
+    #[derive(Clone, PartialEq, Message)]
+    struct OldRequest {
+        #[prost(bool, tag = "1")]
+        ucx: bool,
+        #[prost(bool, tag = "2")]
+        ucx_gets: bool,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    struct OldKey {
+        #[prost(uint32, tag = "1")]
+        pool: u32,
+        #[prost(bytes = "vec", tag = "2")]
+        key: Vec<u8>,
+    }
+
+    #[test]
+    fn gets_of_device_memory_are_unknown_to_older_peers_and_not_asked_for_by_them() {
+        let new = MemoryRequest {
+            ucx: true,
+            ucx_gets: true,
+            ucx_device_gets: true,
+        };
+        let old = OldRequest::decode(&new.encode_to_vec()[..]).unwrap();
+        assert!(old.ucx && old.ucx_gets);
+        let back = MemoryRequest::decode(&old.encode_to_vec()[..]).unwrap();
+        assert!(back.ucx && back.ucx_gets && !back.ucx_device_gets);
+        let key = UcxKey {
+            pool: 3,
+            key: vec![1, 2],
+            address: 0x7000,
+        };
+        let old = OldKey::decode(&key.encode_to_vec()[..]).unwrap();
+        assert_eq!((old.pool, &old.key[..]), (3, &[1, 2][..]));
+        let back = UcxKey::decode(&old.encode_to_vec()[..]).unwrap();
+        assert_eq!(back.address, 0);
+    }
 }

@@ -23,6 +23,8 @@ pub enum Region {
     Leases,
     /// A pool, by id.
     Pool(u32),
+    /// A few bytes of device memory that nobody else uses.
+    Scratch,
 }
 
 /// One read: `bytes` at the peer's address `remote` to `local`.

@@ -6,9 +6,11 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::device::SCRATCH_BYTES;
 use super::flight::{Flight, Get, LANDING_WORDS, Region};
+use crate::cuda::RemoteWrites;
 use crate::error::Result;
-use crate::memory::{LEASE_HEAD_BYTES, NONCE_BYTES};
+use crate::memory::{LEASE_HEAD_BYTES, NONCE_BYTES, Pool};
 use crate::plan::Batch;
 use crate::transport::span::{self, Runs};
 use crate::transport::ucx::endpoint::EndpointState;
@@ -35,12 +37,23 @@ pub struct Source {
     pub address: Vec<u8>,
     /// Packed keys of pools and lease table.
     pub keys: Vec<(Region, Vec<u8>)>,
-    /// Address and length of each pool.
-    pub pools: BTreeMap<u32, (u64, u64)>,
+    /// Its pools, by id.
+    pub pools: BTreeMap<u32, SourcePool>,
     /// Address and length of the lease table.
     pub leases: (u64, u64),
     /// At the head of the lease table.
     pub nonce: [u8; NONCE_BYTES],
+}
+
+/// A pool of the source.
+#[derive(Clone, Copy)]
+pub struct SourcePool {
+    /// Of its first byte there.
+    pub address: u64,
+    /// Length.
+    pub bytes: u64,
+    /// Memory of a CUDA device there.
+    pub on_device: bool,
 }
 
 /// Reads one source agent. Dropping it force-closes the endpoint.
@@ -50,7 +63,7 @@ pub struct UcxPath {
     state: Arc<EndpointState>,
     name: String,
     reason: String,
-    pools: BTreeMap<u32, (u64, u64)>,
+    pools: BTreeMap<u32, SourcePool>,
     leases: (u64, u64),
     nonce: [u8; NONCE_BYTES],
     patience: Duration,
@@ -67,8 +80,9 @@ impl UcxPath {
         reason: String,
         patience: Duration,
     ) -> Result<Self> {
-        for (base, bytes) in source.pools.values().chain([&source.leases]) {
-            if base.checked_add(*bytes).is_none() {
+        let pools = source.pools.values().map(|pool| (pool.address, pool.bytes));
+        for (base, bytes) in pools.chain([source.leases]) {
+            if base.checked_add(bytes).is_none() {
                 bail!(
                     KVF_ERR_PROTOCOL,
                     "{} announces {bytes} bytes at {base:#x}, which wrap around",
@@ -84,6 +98,9 @@ impl UcxPath {
                 source.leases.1
             );
         }
+        let keyed = |id: &u32| source.keys.iter().any(|(key, _)| *key == Region::Pool(*id));
+        let tried = source.pools.iter().filter(|(id, _)| keyed(id));
+        let tried: Vec<(u32, SourcePool)> = tried.map(|(id, pool)| (*id, *pool)).collect();
         let (endpoint, state) = engine.connect(source.name.clone(), source.address, source.keys)?;
         let path = Self {
             engine,
@@ -97,7 +114,55 @@ impl UcxPath {
             patience,
         };
         path.read_word(path.leases.0 + LEASE_HEAD_BYTES, None)?;
+        path.try_devices(&tried)?;
         Ok(path)
+    }
+
+    /// Where one side has device memory: whether the card reads each pool into the kind of memory that there
+    /// is here. What comes is thrown away.
+    fn try_devices(&self, pools: &[(u32, SourcePool)]) -> Result<()> {
+        let own = self.engine.device().is_ok();
+        if !own && !pools.iter().any(|(_, pool)| pool.on_device) {
+            return Ok(());
+        }
+        let flight = Flight::new()?;
+        let (local, to) = match own {
+            true => (self.engine.scratch()?, Some(Region::Scratch)),
+            false => (flight.landing().expose_provenance() as u64, None),
+        };
+        const TRIED: u64 = 8;
+        const _: () = assert!(TRIED <= SCRATCH_BYTES && TRIED <= LANDING_WORDS as u64 * 8);
+        let gets = pools.iter().map(|(id, pool)| Get {
+            local: std::ptr::with_exposed_provenance_mut(local as usize),
+            remote: pool.address,
+            bytes: TRIED.min(pool.bytes),
+            from: Region::Pool(*id),
+            to,
+        });
+        // SAFETY: the scratch memory lives as long as the engine, the landing words as long as the
+        // flight, which every get holds.
+        unsafe { self.engine.read(self.endpoint, &flight, gets.collect())? };
+        self.finish(&flight, None)
+            .map_err(|e| e.context("the card does not reach device memory"))
+    }
+
+    /// Waits for the end of what was asked for, at most the patience; else the endpoint is closed.
+    fn finish(&self, flight: &Flight, job: Option<&ReadJob>) -> Result<()> {
+        let deadline = Instant::now() + self.patience;
+        let wake = job.map(ReadJob::wake).transpose()?;
+        let mut late = false;
+        while flight.in_flight() > 0 && !late && !job.is_some_and(ReadJob::is_cancelled) {
+            late = !flight.wait(0, wake.map(AsFd::as_fd), Some(deadline));
+        }
+        if flight.in_flight() > 0 {
+            flight.fail(err!(
+                KVF_ERR_TRANSFER,
+                "no answer within {:?}",
+                self.patience
+            ));
+            self.engine.close_endpoint(self.endpoint);
+        }
+        flight.take_error().map_or(Ok(()), Err)
     }
 
     /// The word at an address of the lease table, once the nonce at its head is right.
@@ -117,23 +182,8 @@ impl UcxPath {
         ];
         // SAFETY: the landing words live as long as the flight, which every get holds.
         unsafe { self.engine.read(self.endpoint, &flight, gets)? };
-        let deadline = Instant::now() + self.patience;
-        let wake = job.map(ReadJob::wake).transpose()?;
-        let mut late = false;
-        while flight.in_flight() > 0 && !late && !job.is_some_and(ReadJob::is_cancelled) {
-            late = !flight.wait(0, wake.map(AsFd::as_fd), Some(deadline));
-        }
-        if flight.in_flight() > 0 {
-            flight.fail(err!(
-                KVF_ERR_TRANSFER,
-                "no answer within {:?}",
-                self.patience
-            ));
-            self.engine.close_endpoint(self.endpoint);
-        }
-        if let Some(e) = flight.take_error() {
-            return Err(e.context(format_args!("ucx read of {}'s lease table", self.name)));
-        }
+        self.finish(&flight, job)
+            .map_err(|e| e.context(format_args!("ucx read of {}'s lease table", self.name)))?;
         let Some(words) = flight.landed_words() else {
             bail!(KVF_ERR_INTERNAL, "a get that is over is still on its way");
         };
@@ -181,23 +231,24 @@ impl UcxPath {
     fn gets(&self, job: &ReadJob, patterns: &Batch, registered: &mut Vec<u32>) -> Result<Vec<Get>> {
         let mut gets: Vec<Get> = Vec::new();
         for pattern in patterns.iter() {
-            let Some((base, bytes)) = self.pools.get(&pattern.src_pool) else {
+            let Some(theirs) = self.pools.get(&pattern.src_pool) else {
                 return Err(span::unknown_pool("the peer", pattern.src_pool));
             };
             let pool = job
                 .pool(pattern.dst_pool)
                 .ok_or_else(|| span::unknown_pool("this side", pattern.dst_pool))?;
-            if span::check(&pattern, *bytes, pool.bytes())? == 0 {
+            if span::check(&pattern, theirs.bytes, pool.bytes())? == 0 {
                 continue;
             }
             if !registered.contains(&pool.id()) {
+                self.check_place(pool)?;
                 self.engine.register_pool(pool)?;
                 registered.push(pool.id());
             }
             for (from, to) in Runs::new(&pattern) {
                 let next = Get {
                     local: pool.base().wrapping_add(to as usize),
-                    remote: base + from,
+                    remote: theirs.address + from,
                     bytes: pattern.run,
                     from: Region::Pool(pattern.src_pool),
                     to: Some(Region::Pool(pool.id())),
@@ -209,6 +260,33 @@ impl UcxPath {
             }
         }
         Ok(gets)
+    }
+
+    /// Whether gets may write the pool: device pools may have been registered since the path was chosen.
+    fn check_place(&self, pool: &Pool) -> Result<()> {
+        if let Some(place) = pool.on_device()
+            && pool.is_device()
+        {
+            let (context, _) = self.engine.device()?;
+            if context.handle() != place.context {
+                bail!(
+                    KVF_ERR_UNSUPPORTED,
+                    "pool {}: in another CUDA context than the pools that UCX was started with",
+                    pool.id()
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes what the card has written to device pools of the job visible to devices.
+    fn flush(&self, job: &ReadJob) -> Result<()> {
+        if let Ok((context, RemoteWrites::Flushed)) = self.engine.device()
+            && job.pools().any(|pool| pool.is_device())
+        {
+            context.flush_remote_writes()?;
+        }
+        Ok(())
     }
 
     /// Waits until nothing of the flight can write any more, whatever that takes: first what UCX has
@@ -288,7 +366,9 @@ impl DataPath for UcxPath {
                 job.bytes()
             ))
         });
-        match outcome.and(failed.map_or(Ok(()), Err)) {
+        let outcome = outcome.and(failed.map_or(Ok(()), Err));
+        // After the last get, before the lease is looked at and anybody is told.
+        match outcome.and_then(|()| self.flush(job)) {
             // What was cut off by a cancel is no failure of its own.
             Err(_) if job.is_cancelled() => Ok(()),
             outcome => outcome,

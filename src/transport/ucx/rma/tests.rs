@@ -53,7 +53,14 @@ impl Peer {
             pools: self
                 .pools
                 .iter()
-                .map(|pool| (pool.id(), (pool.base() as u64, pool.bytes())))
+                .map(|pool| {
+                    let place = SourcePool {
+                        address: pool.base() as u64,
+                        bytes: pool.bytes(),
+                        on_device: pool.is_device(),
+                    };
+                    (pool.id(), place)
+                })
                 .collect(),
             leases: (self.leases.address(), self.leases.bytes()),
             nonce: self.leases.nonce(),
@@ -158,7 +165,7 @@ fn impossible_announcements_are_refused() {
     refused(|s| s.keys[0].1 = vec![1; 5000], "a UCX key of 5000 bytes");
     refused(|s| s.leases.1 = 64, "a lease table of 64 bytes");
     refused(
-        |s| s.pools.values_mut().for_each(|p| p.1 = u64::MAX),
+        |s| s.pools.values_mut().for_each(|p| p.bytes = u64::MAX),
         "wrap around",
     );
 }

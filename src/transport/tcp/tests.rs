@@ -1,0 +1,203 @@
+//! A reader against a source that cuts its answers anywhere.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::client::TcpPath;
+use super::stream::Stream;
+use super::{HEAD_BYTES, TRAILER_BYTES};
+use crate::cuda::Devices;
+use crate::error::{Result, Status};
+use crate::layout::{Coordinates, Group, GroupKind, Layout, Ordinals, Role, Strides, Tensor, View};
+use crate::memory::Lease;
+use crate::plan::{Binding, Plan, Policy, Request};
+use crate::transport::span::tests::{filled, register};
+use crate::transport::{DataPath, ReadJob};
+
+const BLOCK: usize = 4096;
+
+/// A binding of block 0 of both sides.
+fn block(pool: u32) -> Vec<Binding> {
+    let layout = |pool| Layout {
+        fingerprint: "test".into(),
+        coordinates: Coordinates::default(),
+        groups: vec![Group {
+            kind: GroupKind::Paged {
+                tokens_per_block: 16,
+                window: 0,
+            },
+            layers: vec![0],
+            ordinals: Ordinals::default(),
+            views: vec![View {
+                role: Role::Key,
+                element_bits: 16,
+                heads: 1,
+                bytes_per_head: BLOCK as u64 / 16,
+                shards: 1,
+                shard: 0,
+                replicas: 1,
+                replica: 0,
+                sections: Vec::new(),
+                tensors: vec![Tensor { pool, offset: 0 }],
+                slots: 1,
+                strides: Strides {
+                    slot: BLOCK as u64,
+                    layer: BLOCK as u64,
+                    token: BLOCK as u64 / 16,
+                    head: BLOCK as u64 / 16,
+                },
+            }],
+        }],
+    };
+    let plan = Plan::new(&[layout(pool)], &[layout(1)], Policy::Spread).unwrap();
+    let request = Request {
+        src_slots: &[0],
+        dst_slots: &[0],
+        token_end: 16,
+        ..Request::default()
+    };
+    let pairs = plan.into_destination(0);
+    pairs
+        .map(|pair| Binding::new(pair, request).unwrap())
+        .collect()
+}
+
+/// Waits until everything that was written has been read.
+fn wait_until_read(source: &UnixStream) {
+    for _ in 0..20_000_000 {
+        let mut left: libc::c_int = 0;
+        // SAFETY: an integer that lives here.
+        let done = unsafe { libc::ioctl(source.as_raw_fd(), libc::TIOCOUTQ, &raw mut left) };
+        assert_eq!(done, 0);
+        if left == 0 {
+            return;
+        }
+        std::thread::yield_now();
+    }
+    panic!("nobody reads");
+}
+
+/// Pulls the block from a source that answers with `parts`, each once the one before was read; then what
+/// the destination holds.
+fn pull(parts: &[&[u8]]) -> (Result<()>, ReadJob, Vec<u8>) {
+    let (ours, mut source) = UnixStream::pair().unwrap();
+    let stream = Stream::new(OwnedFd::from(ours)).unwrap();
+    let first = Mutex::new(Some(stream));
+    let path = TcpPath::new(
+        "unix",
+        "for a test".into(),
+        BTreeMap::from([(2, BLOCK as u64)]),
+        1,
+        Duration::ZERO,
+        Arc::new(Devices::default()),
+        Box::new(move |_| Ok(first.lock().unwrap().take().unwrap())),
+    );
+    let mut memory = vec![0xee; BLOCK];
+    let pool = Arc::new(register(1, &mut memory));
+    let lease = Lease {
+        index: 0,
+        generation: 1,
+    };
+    let pools = BTreeMap::from([(1, pool)]);
+    let job = ReadJob::new(block(2), pools, lease, crate::wire::DataOpen::default);
+    let outcome = std::thread::scope(|scope| {
+        let reader = scope.spawn(|| path.run(&job));
+        let mut asked = [0; 4096];
+        assert!(source.read(&mut asked).unwrap() > 0);
+        for part in parts {
+            source.write_all(part).unwrap();
+            wait_until_read(&source);
+        }
+        drop(source);
+        reader.join().unwrap()
+    });
+    (outcome, job, memory)
+}
+
+fn head(status: i32, text: usize, bytes: u64) -> Vec<u8> {
+    let mut head = status.to_le_bytes().to_vec();
+    head.extend((text as u32).to_le_bytes());
+    head.extend(bytes.to_le_bytes());
+    assert_eq!(head.len(), HEAD_BYTES);
+    head
+}
+
+fn answer(held: u32) -> Vec<u8> {
+    let mut answer = head(0, 0, BLOCK as u64);
+    answer.extend(filled(2, BLOCK));
+    answer.extend(held.to_le_bytes());
+    answer
+}
+
+#[test]
+fn a_small_answer_may_be_cut_anywhere() {
+    let (whole, data) = (answer(1), HEAD_BYTES + BLOCK);
+    for at in [
+        1,
+        15,
+        16,
+        17,
+        1000,
+        data - 1,
+        data,
+        data + 1,
+        data + 3,
+        whole.len(),
+    ] {
+        let (first, rest) = whole.split_at(at);
+        let parts: &[&[u8]] = if rest.is_empty() {
+            &[first]
+        } else {
+            &[first, rest]
+        };
+        let (outcome, job, memory) = pull(parts);
+        outcome.unwrap();
+        assert_eq!(
+            (job.moved(), job.lease_lost()),
+            (BLOCK as u64, false),
+            "cut at {at}"
+        );
+        assert!(memory == filled(2, BLOCK), "cut at {at}");
+    }
+    assert_eq!(whole.len(), data + TRAILER_BYTES);
+}
+
+#[test]
+fn a_small_answer_without_its_lease_or_its_end_is_told() {
+    let (outcome, job, _) = pull(&[&answer(0)]);
+    outcome.unwrap();
+    assert!(job.lease_lost());
+    for end in [3, HEAD_BYTES, HEAD_BYTES + 1, HEAD_BYTES + BLOCK + 1] {
+        let (outcome, job, _) = pull(&[&answer(1)[..end]]);
+        assert_eq!(
+            outcome.unwrap_err().status,
+            Status::KVF_ERR_TRANSFER,
+            "{end}"
+        );
+        assert_eq!(job.moved(), 0);
+    }
+}
+
+#[test]
+fn a_refusal_is_read_whole_and_nothing_is_written() {
+    let text = b"the source's lease has ended";
+    let mut refusal = head(Status::KVF_ERR_EXPIRED as i32, text.len(), 0);
+    refusal.extend(text);
+    for at in [1, 16, 20, refusal.len() - 1] {
+        let (first, rest) = refusal.split_at(at);
+        let (outcome, _, memory) = pull(&[first, rest]);
+        let e = outcome.unwrap_err();
+        assert_eq!(e.status, Status::KVF_ERR_EXPIRED);
+        assert_eq!(e.text, "the source refused: the source's lease has ended");
+        assert!(memory.iter().all(|byte| *byte == 0xee));
+    }
+    for wrong in [head(0, 0, 1), head(-1, 1 << 20, 0)] {
+        let (outcome, _, memory) = pull(&[&wrong]);
+        assert_eq!(outcome.unwrap_err().status, Status::KVF_ERR_PROTOCOL);
+        assert!(memory.iter().all(|byte| *byte == 0xee));
+    }
+}
