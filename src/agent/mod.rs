@@ -388,6 +388,7 @@ impl Agent {
         };
         let deadline = from_now(timeout);
         self.shared.closed.store(true, Ordering::Release);
+        self.shared.closing.set();
         shared::unregister(self.shared.incarnation);
         let (done, _ended) = tokio::sync::oneshot::channel();
         self.shared.send(Command::Shutdown(done));

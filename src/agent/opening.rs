@@ -43,9 +43,9 @@ pub(super) enum Failure {
 /// What an agent says of itself when a connection begins.
 #[derive(Clone)]
 pub(super) struct Identity {
-    incarnation: Incarnation,
-    name: String,
-    key: Option<AuthKey>,
+    pub incarnation: Incarnation,
+    pub name: String,
+    pub key: Option<AuthKey>,
 }
 
 impl Identity {

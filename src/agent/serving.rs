@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Instant;
@@ -389,9 +389,10 @@ pub(super) fn dialler(shared: &Shared, source: &RankInfo, door: Door, token: Vec
         ..Default::default()
     };
     let own = Identity::of(shared);
-    let times = shared.config.timeouts;
+    let (times, closing) = (shared.config.timeouts, shared.closing.clone());
     let (expected, name) = (source.incarnation, source.name.clone());
     Box::new(move |wake| {
+        let wake = wake.unwrap_or_else(|| closing.as_fd());
         dial(&door, &own, &hello, expected, &times, wake)
             .map_err(|e| e.context(format!("data connection to agent {name}")))
     })
@@ -403,11 +404,11 @@ fn dial(
     hello: &DataHello,
     expected: Incarnation,
     times: &Timeouts,
-    wake: Option<BorrowedFd<'_>>,
+    wake: BorrowedFd<'_>,
 ) -> Result<Stream> {
     let until = Until {
         deadline: Instant::now() + times.connect,
-        wake,
+        wake: Some(wake),
     };
     let system = |e: io::Error| Error::os(Status::KVF_ERR_TRANSFER, "connect", &e);
     let stream = match door {
@@ -430,5 +431,41 @@ fn dial(
         Body::Welcome(w) if w.incarnation == expected.0 => Ok(stream),
         Body::Refuse(r) => Err(Error::new(super::metadata::status(r.status), r.text)),
         _ => Err(err!(KVF_ERR_PROTOCOL, "somebody else answers there")),
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(miri))]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::runtime::Wake;
+
+    #[test]
+    fn who_is_not_answered_stops_when_woken() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let door = Door::Tcp(listener.local_addr().unwrap());
+        let wake = Wake::new().unwrap();
+        let own = Identity {
+            incarnation: Incarnation([1; 16]),
+            name: "reader".into(),
+            key: None,
+        };
+        let times = Timeouts {
+            connect: Duration::from_secs(600), // longer than any test
+            ..Timeouts::default()
+        };
+        let e = std::thread::scope(|scope| {
+            let dialled = scope.spawn(|| {
+                let (hello, source) = (DataHello::default(), Incarnation([2; 16]));
+                dial(&door, &own, &hello, source, &times, wake.as_fd())
+            });
+            let _silent = listener.accept().unwrap();
+            wake.set();
+            dialled.join().unwrap().unwrap_err()
+        });
+        assert_eq!(e.status, Status::KVF_ERR_TRANSFER);
+        assert!(e.text.contains("cancelled"), "{e}");
     }
 }

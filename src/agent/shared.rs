@@ -21,12 +21,12 @@ use super::source::PublicationCell;
 use super::ucx::Ucx;
 use crate::bail;
 use crate::cuda::Devices;
-use crate::error::{Result, Status};
+use crate::error::{Error, Result, Status};
 use crate::ids::Incarnation;
 use crate::layout::{Invariants, Layout};
 use crate::memory::LeaseTable;
 use crate::observe::metrics::Metrics;
-use crate::runtime::{EventQueue, Workers};
+use crate::runtime::{EventQueue, Wake, Workers};
 use crate::session::{End, Now};
 
 /// Everything of an agent that is not the control thread's alone.
@@ -51,6 +51,8 @@ pub(super) struct Shared {
     next_pool: AtomicU32,
     /// New operations are refused (drain, shutdown, caught panic).
     pub closed: AtomicBool,
+    /// Readable from the shutdown on, for our threads that wait for a peer on nobody's behalf.
+    pub closing: Arc<Wake>,
     state: Mutex<State>,
 }
 
@@ -94,6 +96,7 @@ impl Shared {
         log: Log,
     ) -> Result<Self> {
         let metrics = Metrics::new(&config.name)?;
+        let closing = Wake::new().map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "eventfd", &e))?;
         Ok(Self {
             config,
             incarnation,
@@ -114,6 +117,7 @@ impl Shared {
             next_id: AtomicU64::new(1),
             next_pool: AtomicU32::new(1),
             closed: AtomicBool::new(false),
+            closing: Arc::new(closing),
             state: Mutex::default(),
         })
     }

@@ -7,6 +7,7 @@
 //! if the lease held (4).
 
 mod client;
+mod connect;
 mod server;
 mod stream;
 
