@@ -134,8 +134,13 @@ class Program:
 
     def sockets(self):
         """Open descriptors that are sockets."""
-        links = (f"/proc/{self.pid}/fd/{n}" for n in os.listdir(f"/proc/{self.pid}/fd"))
-        return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
+        def is_socket(number):
+            try:
+                return os.readlink(f"/proc/{self.pid}/fd/{number}").startswith("socket:")
+            except FileNotFoundError:
+                return False  # closed since it was listed
+
+        return sum(map(is_socket, os.listdir(f"/proc/{self.pid}/fd")))
 
     def close(self):
         if self.process.poll() is None:
