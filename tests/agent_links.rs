@@ -24,7 +24,11 @@ const SHORT: Duration = Duration::from_millis(1500);
 const KEY: [u8; 16] = [7; 16];
 
 fn side(name: &str, listen: SocketAddr, peer_silence: Duration) -> Agent {
-    let config = AgentConfig {
+    agent(config(name, listen, peer_silence))
+}
+
+fn config(name: &str, listen: SocketAddr, peer_silence: Duration) -> AgentConfig {
+    AgentConfig {
         name: name.into(),
         listen: listen.to_string(),
         auth_key: Some(AuthKey::new(KEY.into()).unwrap()),
@@ -34,7 +38,10 @@ fn side(name: &str, listen: SocketAddr, peer_silence: Duration) -> Agent {
             ..Timeouts::default()
         },
         ..AgentConfig::default()
-    };
+    }
+}
+
+fn agent(config: AgentConfig) -> Agent {
     let agent = Agent::create(config, None).unwrap();
     let pool = agent.create_pool(4096, None, 0).unwrap();
     agent.set_layout(small_layout(pool, 64, 4)).unwrap();
@@ -219,6 +226,25 @@ fn metadata_that_contradicts_a_peers_is_refused_and_the_same_gives_another_handl
         .unwrap();
     assert_eq!(peer.wait(LONG), KVF_OK, "{}", peer.info().text);
     drop(sink.add_peer(&moved, 3).unwrap());
+}
+
+#[test]
+fn a_peer_without_a_way_is_tried_again_for_who_adds_it_again() {
+    let source = side("source", loopback(), LONG);
+    let metadata = source.engine_metadata().unwrap();
+    let (metadata, _) = elsewhere(&metadata, listens_at(&metadata));
+    let sink = agent(AgentConfig {
+        transports: vec!["shm".into()],
+        ..config("sink", loopback(), LONG)
+    });
+    let peers = [1, 2].map(|user_data| {
+        let peer = sink.add_peer(&metadata, user_data).unwrap();
+        let (status, text, _) = end_of(&peer);
+        assert_eq!(status, KVF_ERR_UNSUPPORTED, "{user_data}: {text}");
+        assert!(text.contains("no transport to agent source"), "{text}");
+        peer
+    });
+    drop(peers);
 }
 
 #[test]

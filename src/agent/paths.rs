@@ -178,6 +178,9 @@ impl Control {
         let unmap = std::mem::take(&mut remote.unmap);
         if ready {
             remote.reach.made();
+        } else {
+            // Whoever adds the peer again has it tried again.
+            remote.memory_asked = None;
         }
         remote.route.set(Some(path));
         for pool in unmap {

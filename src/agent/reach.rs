@@ -45,6 +45,14 @@ impl Reach {
         self.met = true;
     }
 
+    /// The link that was up makes room for another one.
+    pub fn replaced(&mut self, now: Now, times: &Timeouts) {
+        if now.saturating_sub(self.up_at) >= times.heartbeat {
+            self.since = None;
+            self.failed = 0;
+        }
+    }
+
     /// A link has been up before: the process behind it was the agent's.
     pub fn met(&self) -> bool {
         self.met
@@ -162,6 +170,22 @@ mod tests {
         assert_eq!(reach.ends_at(&times()), Some(ms(1450)));
         assert_eq!(reach.describe(ms(500)), "end");
         assert_eq!(reach.failed(ms(500), "no"), ms(40));
+    }
+
+    #[test]
+    fn a_link_that_replaces_one_that_has_stayed_starts_anew() {
+        let mut reach = Reach::default();
+        reach.up(ms(0));
+        reach.broke(ms(100), ms(90), &times(), "end");
+        reach.up(ms(200));
+        reach.replaced(ms(400), &times());
+        assert_eq!(reach.ends_at(&times()), Some(ms(1090)), "too soon");
+        reach.up(ms(400));
+        reach.replaced(ms(50_000), &times());
+        assert_eq!(reach.ends_at(&times()), None);
+        reach.up(ms(50_000));
+        assert_eq!(reach.broke(ms(50_001), ms(50_000), &times(), "end"), ms(40));
+        assert_eq!(reach.ends_at(&times()), Some(ms(51_000)));
     }
 
     #[test]

@@ -80,8 +80,8 @@ impl Remote {
     }
 
     /// Whether nobody listening at its address proves that it is gone. Its own listener holds a name
-    /// or port of this host for its whole life, and one that it was met at; a port elsewhere that
-    /// was never heard of may be that of a router or a gateway that does not know the way yet.
+    /// or port of this host for its whole life. Elsewhere a link to it, whoever dialled, shows that it
+    /// was there; before, the port may be that of a router that does not know the way yet.
     pub fn gone_if_refused(&self) -> bool {
         let here = |address: SocketAddr| address.ip().to_canonical().is_loopback();
         self.reach.met() || self.info().address.is_none_or(here)
@@ -197,6 +197,9 @@ impl Control {
         let Some(remote) = self.remotes.get_mut(&agent) else {
             return;
         };
+        if matches!(remote.state, LinkState::Up(_)) {
+            remote.reach.replaced(now, &self.shared.config.timeouts);
+        }
         remote.reach.up(now);
         remote.dialled = dialled;
         remote.last_heard = now;
@@ -353,8 +356,12 @@ impl Control {
             return;
         };
         let times = &self.shared.config.timeouts;
-        if remote.reach.ends_at(times).is_some_and(|at| now >= at) {
-            return self.unreachable(agent);
+        let late = remote.reach.ends_at(times).map(|at| now.checked_sub(at));
+        match late.flatten() {
+            // The timer of the end would have come long before, had this process not been stopped.
+            Some(late) if late >= times.heartbeat => remote.reach.extend(now, times),
+            Some(_) => return self.unreachable(agent),
+            None => {}
         }
         remote.route.attempt_failed(why);
         remote.state = LinkState::Down(now + pause);
