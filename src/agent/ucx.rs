@@ -1,7 +1,7 @@
 //! The agent's UCX: made when a peer first needs it, announced to readers, and taken down before
 //! memory that a lost reader may still ask for can be freed.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 
 use super::control::Command;
@@ -11,7 +11,7 @@ use super::paths::allowed;
 use super::serving::OverUcx;
 use super::shared::Shared;
 use crate::cuda::Context;
-use crate::error::Result;
+use crate::error::{Result, Status};
 use crate::memory::Pool;
 use crate::observe::{fault, marks};
 use crate::transport::DataPath;
@@ -331,13 +331,15 @@ pub(super) fn path(
         match UcxPath::new(engine.clone(), source, reason(how), patience) {
             Ok(path) => return Ok(Arc::new(path)),
             // What was tried says only that gets do not do.
-            Err(e) if devices && !engine.has_ended() => no_gets = e.text,
-            Err(e) => return Err(e),
+            Err(e) if e.status == Status::KVF_ERR_PEER_LOST || engine.has_ended() => return Err(e),
+            Err(e) => no_gets = e.text,
         }
     }
+    let devices = from_devices || !shared.contexts().is_empty();
     let how = match no_gets.as_str() {
         "" => "messages".to_owned(),
-        why => format!("messages, through pinned memory for device pools: {why}"),
+        why if devices => format!("messages, through pinned memory for device pools: {why}"),
+        why => format!("messages: {why}"),
     };
     let source = MessageSource {
         name,
@@ -362,14 +364,12 @@ fn gets_source(
         .keys
         .iter()
         .map(|key| (Region::Pool(key.pool), key.key.clone()));
-    let on_device = |id: u32| {
-        let mut keys = announced.keys.iter();
-        keys.find(|key| key.pool == id && key.address != 0)
-    };
+    let on_device = announced.keys.iter().filter(|key| key.address != 0);
+    let on_device: BTreeMap<u32, u64> = on_device.map(|key| (key.pool, key.address)).collect();
     let pools = memory.pools.iter().map(|pool| {
-        let device = on_device(pool.id);
+        let device = on_device.get(&pool.id);
         let place = SourcePool {
-            address: device.map_or(pool.address, |key| key.address),
+            address: device.copied().unwrap_or(pool.address),
             bytes: pool.bytes,
             on_device: device.is_some(),
         };

@@ -145,7 +145,10 @@ impl Endpoint {
                 status,
                 format_args!("the key of {region:?} of {}", self.name),
             )?;
-            self.keys.insert(region, key);
+            if let Some(twice) = self.keys.insert(region, key) {
+                // SAFETY: unpacked above for this endpoint, and no get uses it yet.
+                unsafe { ucx.ucp_rkey_destroy(twice) };
+            }
         }
         Ok(())
     }

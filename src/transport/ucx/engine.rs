@@ -47,9 +47,10 @@ pub struct Engine {
     queue: Arc<Queue>,
     thread: Mutex<Option<Thread>>,
     address: Vec<u8>,
-    /// What was registered, with its packed key.
-    keys: Mutex<BTreeMap<Region, Vec<u8>>>,
-    scratch: Mutex<Option<u64>>,
+    /// What was asked to be registered, with its packed key once the thread has answered.
+    keys: Mutex<BTreeMap<Region, Option<Vec<u8>>>>,
+    /// Kept from before it is registered: an answer may come too late.
+    scratch: Mutex<Option<Arc<DeviceBytes>>>,
     incoming: Arc<Incoming>,
     gets: bool,
     device: DeviceGets,
@@ -193,7 +194,11 @@ impl Engine {
     /// As for [`Self::register_pool`]; `KVF_ERR_UNSUPPORTED` if the card does not take the pool.
     pub fn register_device_pool(&self, pool: &Arc<Pool>) -> Result<()> {
         self.scratch()?;
-        let tried = self.keys().get(&Region::Scratch).map_or(0, Vec::len);
+        let tried = self
+            .keys()
+            .get(&Region::Scratch)
+            .and_then(Option::as_ref)
+            .map_or(0, Vec::len);
         if self.register_pool(pool)?.len() < tried {
             bail!(
                 KVF_ERR_UNSUPPORTED,
@@ -220,15 +225,17 @@ impl Engine {
     /// As for [`Self::device`], and the driver's and UCX's.
     pub fn scratch(&self) -> Result<u64> {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(address) = *scratch {
-            return Ok(address);
-        }
-        let (context, _) = self.device()?;
-        // Freed by the thread once it is not registered any more.
-        let bytes = Arc::new(DeviceBytes::new(context, SCRATCH_BYTES as usize)?);
+        let bytes = match &*scratch {
+            Some(bytes) => bytes.clone(),
+            None => {
+                let (context, _) = self.device()?;
+                let bytes = DeviceBytes::new(context, SCRATCH_BYTES as usize)?;
+                scratch.insert(Arc::new(bytes)).clone()
+            }
+        };
         let address = bytes.address();
         self.register(Region::Scratch, (address, SCRATCH_BYTES, true), bytes)?;
-        Ok(*scratch.insert(address))
+        Ok(address)
     }
 
     fn register(
@@ -237,7 +244,9 @@ impl Engine {
         (base, bytes, on_device): (u64, u64, bool),
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Vec<u8>> {
-        if let Some(key) = self.keys().get(&region) {
+        // Noted before it is asked for: an answer that comes too late changes nothing, the pool is
+        // registered and has to be taken back.
+        if let Some(key) = self.keys().entry(region).or_default() {
             return Ok(key.clone());
         }
         let range = Range {
@@ -250,15 +259,15 @@ impl Engine {
         let (reply, answer) = sync_channel(1);
         self.order(Order::Register(range, reply))?;
         let key = self.answer(&answer)?;
-        self.keys().insert(region, key.clone());
+        self.keys().insert(region, Some(key.clone()));
         Ok(key)
     }
 
-    fn keys(&self) -> std::sync::MutexGuard<'_, BTreeMap<Region, Vec<u8>>> {
+    fn keys(&self) -> std::sync::MutexGuard<'_, BTreeMap<Region, Option<Vec<u8>>>> {
         self.keys.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the pool is registered.
+    /// Whether the pool is registered, or was asked to be.
     pub fn has_pool(&self, pool: u32) -> bool {
         self.keys().contains_key(&Region::Pool(pool))
     }

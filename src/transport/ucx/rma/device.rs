@@ -22,7 +22,8 @@ pub const LANES: &str = "ib,cuda_copy";
 pub fn options(ucx: &Library, cuda: bool) -> Vec<(&'static str, &'static str)> {
     let mut options = Vec::new();
     if ucx.is_at_least(FIRST.0, FIRST.1) {
-        options.push(("PROTO_EMULATION_ENABLE", "n"));
+        // Nor by a rendezvous (1.22, off unless asked for), in which the source's process takes part.
+        options.extend([("PROTO_EMULATION_ENABLE", "n"), ("RMA_PPLN_ENABLE", "n")]);
         if cuda && std::env::var_os("UCX_IB_TX_INLINE_RESP").is_none() {
             options.push(("IB_TX_INLINE_RESP", "0"));
         }

@@ -1,6 +1,6 @@
 //! Reading one peer by gets.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -98,8 +98,9 @@ impl UcxPath {
                 source.leases.1
             );
         }
-        let keyed = |id: &u32| source.keys.iter().any(|(key, _)| *key == Region::Pool(*id));
-        let tried = source.pools.iter().filter(|(id, _)| keyed(id));
+        let keyed: BTreeSet<Region> = source.keys.iter().map(|(region, _)| *region).collect();
+        let tried = source.pools.iter();
+        let tried = tried.filter(|(id, _)| keyed.contains(&Region::Pool(**id)));
         let tried: Vec<(u32, SourcePool)> = tried.map(|(id, pool)| (*id, *pool)).collect();
         let (endpoint, state) = engine.connect(source.name.clone(), source.address, source.keys)?;
         let path = Self {
@@ -242,7 +243,10 @@ impl UcxPath {
             }
             if !registered.contains(&pool.id()) {
                 self.check_place(pool)?;
-                self.engine.register_pool(pool)?;
+                match pool.is_device() {
+                    true => self.engine.register_device_pool(pool)?,
+                    false => drop(self.engine.register_pool(pool)?),
+                }
                 registered.push(pool.id());
             }
             for (from, to) in Runs::new(&pattern) {
@@ -367,8 +371,13 @@ impl DataPath for UcxPath {
             ))
         });
         let outcome = outcome.and(failed.map_or(Ok(()), Err));
-        // After the last get, before the lease is looked at and anybody is told.
-        match outcome.and_then(|()| self.flush(job)) {
+        // After the last get, before the lease is looked at and anybody is told; however it ended, since
+        // the slots are somebody else's next.
+        let flushed = self.flush(job);
+        if flushed.is_err() {
+            job.mark_unquiet();
+        }
+        match outcome.and(flushed) {
             // What was cut off by a cancel is no failure of its own.
             Err(_) if job.is_cancelled() => Ok(()),
             outcome => outcome,
