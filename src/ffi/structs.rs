@@ -5,6 +5,7 @@
 //! that changes a struct during a call gets a wrong answer and not undefined behaviour.
 
 use std::ffi::{CStr, c_char};
+use std::fmt;
 use std::mem::MaybeUninit;
 
 use super::version::KVF_ABI_VERSION;
@@ -301,13 +302,13 @@ pub(crate) unsafe fn check_head<T: HeadedStruct>(dst: *const T, what: &str) -> R
              of a fitting kvferry.h"
         );
     }
-    check_size::<T>(size, &format!("{what}.struct_size"))?;
+    check_size::<T>(size, format_args!("{what}.struct_size"))?;
     Ok(size)
 }
 
 /// Refuses a size that no header's struct can have: one that ends inside a field, of which half
 /// would be read or written, or one beyond the known fields that is no multiple of the alignment.
-fn check_size<T: AbiStruct>(size: usize, what: &str) -> Result<()> {
+fn check_size<T: AbiStruct>(size: usize, what: fmt::Arguments<'_>) -> Result<()> {
     let (own, name) = (size_of::<T>(), T::NAME);
     if size < own && !T::ENDS.contains(&size) {
         crate::bail!(
@@ -471,7 +472,7 @@ fn check_array<T: AbiStruct>(null: bool, count: usize, elem_size: usize, what: &
             "elem_size of {what} is {elem_size}; set it to sizeof({name})"
         );
     }
-    check_size::<T>(elem_size, &format!("elem_size of {what}"))?;
+    check_size::<T>(elem_size, format_args!("elem_size of {what}"))?;
     if count > MAX_ELEMENTS
         || count
             .checked_mul(elem_size)
