@@ -28,37 +28,16 @@ impl Batch {
 
     /// Adds a copy at the end.
     pub fn push(&mut self, pattern: Pattern) {
-        self.shape(&pattern);
-        self.add(Place {
-            src: pattern.src_offset,
-            dst: pattern.dst_offset,
-        });
+        self.extend(&pattern, std::iter::once(pattern.place()));
     }
 
     /// Adds copies that differ in their place alone; that of `shape` is of no meaning.
     pub(super) fn extend(&mut self, shape: &Pattern, places: impl Iterator<Item = Place>) {
-        self.shape(shape);
         self.places.extend(places);
-        if let Some((_, end)) = self.shapes.last_mut() {
-            *end = self.places.len();
-        }
-    }
-
-    fn shape(&mut self, pattern: &Pattern) {
         let end = self.places.len();
-        if !self
-            .shapes
-            .last()
-            .is_some_and(|(last, _)| last.differs_in_place_only(pattern))
-        {
-            self.shapes.push((*pattern, end));
-        }
-    }
-
-    fn add(&mut self, place: Place) {
-        self.places.push(place);
-        if let Some((_, end)) = self.shapes.last_mut() {
-            *end = self.places.len();
+        match self.shapes.last_mut() {
+            Some((last, last_end)) if last.differs_in_place_only(shape) => *last_end = end,
+            _ => self.shapes.push((*shape, end)),
         }
     }
 
@@ -104,6 +83,14 @@ impl FromIterator<Pattern> for Batch {
 }
 
 impl Pattern {
+    /// Where it starts.
+    pub fn place(&self) -> Place {
+        Place {
+            src: self.src_offset,
+            dst: self.dst_offset,
+        }
+    }
+
     /// The same copy elsewhere in the same pools.
     pub fn at(&self, place: Place) -> Self {
         Self {

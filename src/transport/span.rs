@@ -53,11 +53,7 @@ pub(super) fn unknown_pool(side: &str, id: u32) -> crate::error::Error {
 /// # Errors
 /// `KVF_ERR_TRANSFER` naming pool, range and size: such a pattern was never proven by a plan.
 pub(super) fn check(pattern: &Pattern, src_bytes: u64, dst_bytes: u64) -> Result<u64> {
-    let place = Place {
-        src: pattern.src_offset,
-        dst: pattern.dst_offset,
-    };
-    check_all(pattern, &[place], src_bytes, dst_bytes)
+    check_all(pattern, &[pattern.place()], src_bytes, dst_bytes)
 }
 
 /// As [`check`], for one shape at many places; returns how many bytes all of them move together.
@@ -159,11 +155,7 @@ pub(super) struct Runs<'a> {
 
 impl<'a> Runs<'a> {
     pub(super) fn new(pattern: &'a Pattern) -> Self {
-        let place = Place {
-            src: pattern.src_offset,
-            dst: pattern.dst_offset,
-        };
-        Self::at(pattern, place)
+        Self::at(pattern, pattern.place())
     }
 
     /// The runs of the same copy at another place.
