@@ -588,7 +588,7 @@ typedef struct kvf_agent_config {
    */
   uint32_t abi_version;
   /**
-   * Copying threads; 0 = 2.
+   * Copying threads; 0 = 2. A thread in kvf_transfer_wait() may copy besides.
    */
   uint32_t workers;
   /**
@@ -602,7 +602,8 @@ typedef struct kvf_agent_config {
    */
   const char *listen;
   /**
-   * CPUs that the agent's threads may run on; NULL = those of the calling thread.
+   * CPUs that the agent's threads may run on, and where all but small copies are made: then no
+   * thread in kvf_transfer_wait() makes any; NULL = those of the calling thread.
    */
   const uint32_t *affinity;
   /**
@@ -2449,8 +2450,8 @@ KVF_NOEXCEPT;
  * Begins to fetch one paged group of what a ticket offers: an import with one part.
  *
  * Mirrors Megatron-LM's `begin_pull_blocks`. Never blocks: what is small may be copied inside the
- * call, the rest is done by kvferry's threads. A pull with nothing to move is born complete, and
- * the source is told all the same.
+ * call, the rest is done by kvferry's threads and by who waits for it. A pull with nothing to move
+ * is born complete, and the source is told all the same.
  *
  * @param      agent     The agent.
  * @param[in]  desc      Start from KVF_PULL_DESC_INIT. Nothing of it is kept.
@@ -3549,10 +3550,12 @@ kvf_status kvf_transfer_poll(const struct kvf_transfer *transfer) KVF_NOEXCEPT;
  * Waits for a transfer's outcome.
  *
  * Blocks the calling thread only; several threads may wait. A time-out changes nothing: the
- * transfer goes on to its own deadline.
+ * transfer goes on to its own deadline. With 1 ms or more, the thread may copy meanwhile, in the
+ * place of one of the threads that the import would have; this is the fastest way to a small
+ * transfer's end. It does not where the agent has an `affinity`.
  *
  * @param transfer    The transfer.
- * @param timeout_ns  Longest wait, in ns; 0 = only look.
+ * @param timeout_ns  Longest wait, in ns, exceeded by at most a piece of 256 KiB; 0 = only look.
  * @return As kvf_transfer_poll(), KVF_TIMED_OUT in place of KVF_IN_PROGRESS.
  *
  * # Safety

@@ -36,10 +36,6 @@ use crate::session::End;
 use crate::transport::ReadJob;
 use crate::wire;
 
-/// Imports up to this size are given to a worker by the call that begins them: for larger ones the
-/// way over the control thread is nothing, and the source hears of the reader first.
-const EARLY_BYTES: u64 = 256 << 10;
-
 /// Begins an import.
 pub(super) fn import(
     shared: &Arc<Shared>,
@@ -172,6 +168,7 @@ pub(super) fn import(
         kind: Operation::Import,
         saved,
         decider: OnceLock::new(),
+        runs: Mutex::default(),
     });
     if wants_nothing(&wants) {
         end_empty(shared, &cell, &jobs);
@@ -183,10 +180,10 @@ pub(super) fn import(
     remember(&mut shared.lock().running, &cell);
     let routes: Vec<Arc<Route>> = pairs.iter().map(|p| peer.routes[p.src].clone()).collect();
     let early = match (&mut jobs[..], &routes[..], gate.is_none()) {
-        ([job], [route], true) => start_early(&cell, job, route),
+        ([job], [route], true) => early_run(job, route, desc.priority),
         _ => None,
     };
-    shared.send(Command::Import(Box::new(NewImport {
+    let import = Command::Import(Box::new(NewImport {
         cell: cell.clone(),
         routes,
         jobs,
@@ -198,27 +195,23 @@ pub(super) fn import(
         offer: None,
         sender: None,
         gate,
-    })));
-    if let Some((run, parts)) = early {
-        // After the message: the control thread knows the import before it hears of its end.
-        run.submit(shared, &parts, desc.priority);
+    }));
+    match early {
+        Some((run, parts)) => run.submit_early(shared, &cell, &parts, || shared.send(import)),
+        None => shared.send(import),
     }
     Ok(cell)
 }
 
-/// A small import from one source that has all it needs does not wait for the control thread.
-fn start_early(
-    cell: &Arc<ImportCell>,
-    new: &mut NewJob,
-    route: &Arc<Route>,
-) -> Option<(Run, Vec<usize>)> {
+/// An import from one source that has all it needs does not wait for the control thread.
+fn early_run(new: &mut NewJob, route: &Arc<Route>, priority: i32) -> Option<(Run, Vec<usize>)> {
     let job = new.job.clone()?;
     let path = route.get()?.ok()?;
-    if new.gated || new.parts.is_empty() || job.bytes() > EARLY_BYTES || !path.is_usable() {
+    if new.gated || new.parts.is_empty() || !path.is_usable() || path.needs_claim() {
         return None;
     }
     new.started = true;
-    let run = Run::new(cell, 0, true, job, path, route.clone());
+    let run = Run::new(0, true, priority, job, path, route.clone());
     Some((run, new.parts.clone()))
 }
 
@@ -249,7 +242,7 @@ fn run_small(
         }
         ready.push((path, job.clone(), &new.parts, new.pair.src));
     }
-    // An answer that is still on its way is waited for by a worker, as part of the whole import.
+    // An answer that is still on its way is waited for as part of the whole import.
     if ready.len() > 1 && ready.iter().any(|(path, ..)| path.has_to_ask()) {
         return false;
     }

@@ -104,6 +104,11 @@ impl Cell {
         }
     }
 
+    /// Whether somebody is told of the outcome.
+    pub fn is_observed(&self) -> bool {
+        self.lock().observer.is_some()
+    }
+
     /// Waits for the outcome.
     pub fn wait(&self, timeout: Duration) -> Status {
         let deadline = Instant::now().checked_add(timeout);

@@ -1,8 +1,9 @@
 //! The threads that copy: a job on workers, or inside the call that begins it, and its end.
 
+use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::control::Command;
 use super::import_cell::{Decider, ImportCell};
@@ -11,92 +12,213 @@ use super::peers::Route;
 use super::remote::naming;
 use super::shared::Shared;
 use crate::error::{Error, Status};
-use crate::observe::{Times, fault};
+use crate::observe::{Times, fault, marks};
 use crate::session::End;
 use crate::transport::{DataPath, ReadJob};
 
 /// Copies less than this are not worth a second worker, in bytes.
 const SHARE_BYTES: u64 = 512 << 10;
 
-/// One job, on one or several workers.
+/// One job of an import, in shares: each is worked on by a worker, or by a caller's thread that
+/// waits for the import.
 pub(super) struct Run {
-    cell: Arc<ImportCell>,
     /// The job's place in its import.
     at: usize,
     /// The import has no other job: when this one is done, it is.
     alone: bool,
+    priority: i32,
     path: Arc<dyn DataPath>,
     job: Arc<ReadJob>,
     route: Arc<Route>,
-    /// When the first worker began, since the transfer did.
+    /// When the first share was begun, since the transfer was.
     queued: OnceLock<Duration>,
+    /// Whether a caller's thread may take a share.
+    joinable: bool,
+    /// Shares that no thread has begun.
+    open: AtomicUsize,
+    /// Workers that were called for a share and have not come.
+    called: AtomicUsize,
+    /// Shares that have not ended.
     left: AtomicUsize,
     failed: Mutex<Option<Error>>,
 }
 
 impl Run {
     pub fn new(
-        cell: &Arc<ImportCell>,
         at: usize,
         alone: bool,
+        priority: i32,
         job: Arc<ReadJob>,
         path: Arc<dyn DataPath>,
         route: Arc<Route>,
     ) -> Self {
         Self {
-            cell: cell.clone(),
             at,
             alone,
+            priority,
             path,
             job,
             route,
             queued: OnceLock::new(),
+            joinable: false,
+            open: AtomicUsize::new(1),
+            called: AtomicUsize::new(0),
             left: AtomicUsize::new(1),
             failed: Mutex::new(None),
         }
     }
 
     /// Gives the job, which moves bytes of `parts`, to as many workers as are worth it.
-    pub fn submit(mut self, shared: &Arc<Shared>, parts: &[usize], priority: i32) {
-        self.cell.submit(parts, self.path.name());
+    pub fn submit(self, shared: &Arc<Shared>, cell: &Arc<ImportCell>, parts: &[usize]) {
+        let run = self.divide(shared, cell, parts);
+        run.call_workers(shared, cell, 0);
+    }
+
+    /// As [`Self::submit`], by the call that begins the import, which the control thread hears of
+    /// by `tell` before it hears of its end. A caller who may wait for the import is left one
+    /// share; the control thread gives it to a worker if it comes first.
+    pub fn submit_early(
+        self,
+        shared: &Arc<Shared>,
+        cell: &Arc<ImportCell>,
+        parts: &[usize],
+        tell: impl FnOnce(),
+    ) {
+        let run = self.divide(shared, cell, parts);
+        // Who observes is told, and who did not wait last time will hardly do so now.
+        let waits = !cell.cell.is_observed() && shared.callers_wait.load(Ordering::Relaxed);
+        let for_caller = usize::from(run.joinable && waits);
+        tell();
+        run.call_workers(shared, cell, for_caller);
+    }
+
+    fn divide(mut self, shared: &Shared, cell: &ImportCell, parts: &[usize]) -> Arc<Self> {
+        cell.submit(parts, self.path.name());
         let workers = shared.workers.count().min(self.path.most_workers()) as u64;
-        let share = self.job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
-        self.job.shared_by(share);
-        self.left = AtomicUsize::new(share);
+        let shares = self.job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
+        self.job.shared_by(shares);
+        // With an affinity the caller has said where copies are to be made.
+        self.joinable = shared.config.affinity.is_empty() && self.path.may_be_joined(&self.job);
+        (self.open, self.left) = (AtomicUsize::new(shares), AtomicUsize::new(shares));
         let run = Arc::new(self);
-        for _ in 0..share {
-            let (run, shared) = (run.clone(), shared.clone());
-            shared.clone().workers.submit(priority, move || {
-                if let Some(end) = run.work() {
-                    run.over(&shared, end);
+        lock(&cell.runs).push(run.clone());
+        run
+    }
+
+    /// Whether a caller's thread may take a share now.
+    pub fn is_open(&self) -> bool {
+        self.joinable && self.open.load(Ordering::SeqCst) > 0
+    }
+
+    /// Begins a share, if there is one.
+    fn take_share(&self) -> bool {
+        let less = |open: usize| open.checked_sub(1);
+        self.open
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, less)
+            .is_ok()
+    }
+
+    /// Calls workers for the shares that nobody has begun and no worker was called for, but for
+    /// `kept` of them; whether there were any.
+    pub fn call_workers(
+        self: &Arc<Self>,
+        shared: &Arc<Shared>,
+        cell: &Arc<ImportCell>,
+        kept: usize,
+    ) -> bool {
+        let mut any = false;
+        // A worker says that it has come before it looks for a share: either it finds the one that
+        // is counted here, or it is not counted.
+        while self.called.load(Ordering::SeqCst) + kept < self.open.load(Ordering::SeqCst) {
+            any = true;
+            self.called.fetch_add(1, Ordering::SeqCst);
+            // The queue must not keep the job, and with it pools, when others have ended it.
+            let (run, agent, cell) = (Arc::downgrade(self), shared.clone(), cell.clone());
+            shared.workers.submit(self.priority, move || {
+                let Some(run) = run.upgrade() else { return };
+                run.called.fetch_sub(1, Ordering::SeqCst);
+                if run.take_share()
+                    && let Some(end) = run.work(&cell)
+                {
+                    run.over(&agent, &cell, end);
                 }
             });
         }
+        any
     }
 
-    /// One worker's part; the last one to return gets the job's end.
-    fn work(&self) -> Option<End> {
-        // A panic must not leave the job without an end.
-        struct Leave<'a>(&'a Run);
-        impl Drop for Leave<'_> {
+    /// Works on a share on the calling thread, which waits for the import; what is left then goes
+    /// to a worker. False: it has no more time, or the agent has shut down.
+    pub fn join(
+        self: Arc<Self>,
+        shared: &Arc<Shared>,
+        cell: &Arc<ImportCell>,
+        until: Instant,
+    ) -> bool {
+        /// As on a worker's thread.
+        struct Panics<'a>(&'a Shared);
+        impl Drop for Panics<'_> {
             fn drop(&mut self) {
-                if std::thread::panicking() {
-                    self.0.job.cancel();
-                    self.0.left.fetch_sub(1, Ordering::AcqRel);
-                }
+                self.0.send(Command::Panicked(marks::last_panic()));
             }
         }
+        if !self.take_share() {
+            return true; // somebody was faster
+        }
+        let panics = Panics(shared);
+        let worked = shared.workers.join_in(|| self.work_until(cell, until));
+        let goes_on = match worked {
+            Some(Worked::Last(end)) => {
+                self.over(shared, cell, end);
+                true
+            }
+            Some(Worked::Share) => true,
+            Some(Worked::Late) => {
+                self.open.fetch_add(1, Ordering::SeqCst);
+                self.call_workers(shared, cell, 0);
+                false
+            }
+            None => false, // its imports have ended
+        };
+        std::mem::forget(panics);
+        goes_on
+    }
+
+    /// One worker's share; the last one to return gets the job's end.
+    fn work(&self, cell: &ImportCell) -> Option<End> {
         let leave = Leave(self);
-        self.queued.get_or_init(|| self.cell.times.copying());
-        if let Err(e) = self.path.run(&self.job) {
+        self.queued.get_or_init(|| cell.times.copying());
+        let outcome = self.path.run(&self.job);
+        std::mem::forget(leave);
+        self.share_over(cell, outcome)
+    }
+
+    /// As [`Self::work`], but not for longer than until then.
+    fn work_until(&self, cell: &ImportCell, until: Instant) -> Worked {
+        let leave = Leave(self);
+        self.queued.get_or_init(|| cell.times.copying());
+        let outcome = self.path.run_until(&self.job, until);
+        std::mem::forget(leave);
+        let outcome = match outcome {
+            Ok(true) => Ok(()),
+            Ok(false) => return Worked::Late,
+            Err(e) => Err(e),
+        };
+        match self.share_over(cell, outcome) {
+            Some(end) => Worked::Last(end),
+            None => Worked::Share,
+        }
+    }
+
+    fn share_over(&self, cell: &ImportCell, outcome: Result<(), Error>) -> Option<End> {
+        if let Err(e) = outcome {
             self.job.cancel();
             lock(&self.failed).get_or_insert(e);
         }
-        std::mem::forget(leave);
         if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
             return None;
         }
-        self.cell.times.copied();
+        cell.times.copied();
         Some(finish(
             &*self.path,
             &self.job,
@@ -107,13 +229,14 @@ impl Run {
 
     /// Reports the end: success of the whole import at once, so that the caller need not wait for
     /// the control thread; all else is for its machine to judge.
-    fn over(self: Arc<Self>, shared: &Shared, end: End) {
+    fn over(self: Arc<Self>, shared: &Shared, cell: &ImportCell, end: End) {
         let queued = self.queued.get().copied().unwrap_or_default();
-        let (peer, path, cell) = (&self.route.name, &*self.path, self.cell.clone());
+        let (peer, path) = (&self.route.name, &*self.path);
         shared.count_read(peer, path, &self.job, &cell.times, queued, &end);
         let (id, at, unquiet) = (cell.cell.id, self.at, self.job.is_unquiet());
         let whole = self.alone && end.is_ok() && !unquiet;
         // Before anybody hears of the end: who does may free the pools.
+        lock(&cell.runs).retain(|run| !Arc::ptr_eq(run, &self));
         drop(self);
         if whole && cell.decide(Decider::Worker) {
             cell.free_slots(shared);
@@ -126,7 +249,33 @@ impl Run {
     }
 }
 
-/// Runs a whole job on the calling thread; `None`: it has to go on on a worker.
+/// What came of a share on a caller's thread.
+enum Worked {
+    /// It was the last one: the job's end.
+    Last(End),
+    /// Others are at work on theirs.
+    Share,
+    /// There may be more to do.
+    Late,
+}
+
+/// A panic must not leave the job without an end.
+struct Leave<'a>(&'a Run);
+
+impl Drop for Leave<'_> {
+    fn drop(&mut self) {
+        self.0.job.cancel();
+        self.0.left.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl fmt::Debug for Run {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Run").finish_non_exhaustive()
+    }
+}
+
+/// Runs a whole job on the calling thread; `None`: another one has to go on with it.
 pub(super) fn run_inline(
     path: &dyn DataPath,
     job: &ReadJob,

@@ -154,7 +154,12 @@ impl Transfer {
 
     /// Waits for the outcome: as `poll`, or `KVF_TIMED_OUT`.
     pub fn wait(&self, timeout: Duration) -> Status {
-        self.cell().wait(timeout)
+        match &self.kind {
+            TransferKind::Import(import) | TransferKind::Receive(import, _) => {
+                import.wait(&self.agent, timeout)
+            }
+            TransferKind::Push(push) => push.cell.wait(timeout),
+        }
     }
 
     /// Makes a stream wait until the transfer has its outcome, without a block on the host.

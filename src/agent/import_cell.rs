@@ -2,9 +2,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 use super::api::{Outcome, PartInfo, PartKind, PartState, TransferInfo};
 use super::cells::Cell;
+use super::copying::Run;
 use super::lock;
 use super::shared::Shared;
 use super::slots::GroupSlots;
@@ -13,6 +15,11 @@ use crate::observe::Times;
 use crate::observe::metrics::Operation;
 use crate::session::End;
 use crate::transport::ReadJob;
+
+/// Who waits for less than some pieces of a copy take does not begin one.
+const A_PIECE: Duration = Duration::from_millis(1);
+/// In place of a time-out that no clock can hold.
+const A_LONG_TIME: Duration = Duration::from_secs(3600);
 
 /// One import or receive.
 #[derive(Debug)]
@@ -39,6 +46,8 @@ pub(super) struct ImportCell {
     pub saved: OnceLock<(String, u64)>,
     /// See [`Self::decide`].
     pub decider: OnceLock<Decider>,
+    /// Jobs that threads are at work on, or were called for.
+    pub runs: Mutex<Vec<Arc<Run>>>,
 }
 
 /// Who gives an import its outcome.
@@ -46,7 +55,7 @@ pub(super) struct ImportCell {
 pub(super) enum Decider {
     /// The control thread, by its session machine.
     Control,
-    /// The worker whose copy was the whole import, and was attested.
+    /// The worker, or the caller in its place, whose copy was the whole import, and was attested.
     Worker,
 }
 
@@ -65,19 +74,36 @@ impl ImportCell {
         *self.decider.get_or_init(|| who) == who
     }
 
+    /// Waits for the outcome. Whoever has time for it takes the place of workers that have not
+    /// begun, which saves the time to wake them.
+    pub fn wait(self: &Arc<Self>, shared: &Arc<Shared>, timeout: Duration) -> Status {
+        if timeout < A_PIECE || self.cell.poll() != Status::KVF_IN_PROGRESS {
+            return self.cell.wait(timeout);
+        }
+        shared.callers_wait.store(true, Ordering::Relaxed);
+        let begin = Instant::now();
+        let until = begin.checked_add(timeout);
+        let until = until.unwrap_or(begin + A_LONG_TIME);
+        while let Some(run) = self.open_run()
+            && Instant::now() < until
+            && run.join(shared, self, until)
+        {}
+        self.cell.wait(timeout.saturating_sub(begin.elapsed()))
+    }
+
+    fn open_run(&self) -> Option<Arc<Run>> {
+        lock(&self.runs).iter().find(|run| run.is_open()).cloned()
+    }
+
     /// The slots may be written by others again; before that is said to anybody.
     pub fn free_slots(&self, shared: &Shared) {
         shared.lock().slots.end_write(self.cell.id, &self.slots);
     }
 
-    /// Counts, logs and tells the outcome; `safe`: also that the slots may be reused.
+    /// Counts and tells the outcome; `safe`: also that the slots may be reused.
     pub fn report(&self, shared: &Shared, end: End, safe: bool) {
         self.ended_now();
         shared.count_import(self, &end);
-        shared.log.debug(format_args!(
-            "import {} of {} ended: {:?} {}",
-            self.cell.id, self.cell.key, end.status, end.text
-        ));
         if safe {
             self.cell.end_safe(end);
         } else {
@@ -87,6 +113,7 @@ impl ImportCell {
 
     /// Lets go of the jobs, and with them of the pools: nothing is copied any more.
     pub fn settle(&self) {
+        drop(std::mem::take(&mut *lock(&self.runs)));
         let mut jobs = lock(&self.jobs);
         for job in jobs.drain(..) {
             self.settled.fetch_add(job.moved(), Ordering::Relaxed);

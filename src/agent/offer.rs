@@ -103,6 +103,7 @@ pub(super) fn receive(
         kind: Operation::Receive,
         saved: OnceLock::new(),
         decider: OnceLock::new(),
+        runs: Mutex::default(),
     });
     let deadline = match desc.deadline {
         Duration::ZERO => shared.config.timeouts.transfer,

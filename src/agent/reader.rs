@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::begin::lease_of;
@@ -38,7 +39,7 @@ pub(super) struct NewJob {
     pub parts: Vec<usize>,
     /// The source's stream has not come so far: its word has to be waited for.
     pub gated: bool,
-    /// A worker has it already.
+    /// The begin call has called workers for it.
     pub started: bool,
 }
 
@@ -102,10 +103,20 @@ impl Control {
         self.look_for_senders(id);
     }
 
-    /// A job that a worker was given before this thread knew of it.
+    /// A job that threads may be at work on before this one knew of it.
     fn already_started(&mut self, id: u64, job: usize) {
         self.import_event(id, Event::Ready(job));
         let import = self.imports.get(&id);
+        if let Some(import) = import
+            && !fault::deviates("left_to_the_caller")
+        {
+            let runs = lock(&import.new.cell.runs).clone();
+            for run in runs {
+                if run.call_workers(&self.shared, &import.new.cell, 0) {
+                    self.shared.callers_wait.store(false, Ordering::Relaxed);
+                }
+            }
+        }
         if let Some(Err(e)) = import.and_then(|import| import.new.routes[job].get()) {
             self.import_event(id, Event::SourceLost(job, End::new(e.status, e.text)));
         }
@@ -203,7 +214,7 @@ impl Control {
                     }
                 }
                 Action::Renew(job) => self.renew(id, job),
-                Action::Outcome(_) if by_worker => {}
+                Action::Outcome(end) if by_worker => self.log_end(id, &end),
                 Action::Outcome(end) => self.outcome(id, end, safe),
                 Action::Tell(job, end) => self.tell_source(id, job, &end),
                 Action::MemorySafe => {
@@ -237,7 +248,18 @@ impl Control {
                 let waited = import.new.routes.iter().map(|route| route.describe());
                 end.text.extend(waited.map(|peer| format!("; {peer}")));
             }
+            self.log_end(id, &end);
             import.new.cell.report(&self.shared, end, safe);
+        }
+    }
+
+    /// Here and not where the end is told: a callback runs on no thread of the caller.
+    fn log_end(&self, id: u64, end: &End) {
+        if let Some(import) = self.imports.get(&id) {
+            self.shared.log.debug(format_args!(
+                "import {id} of {} ended: {:?} {}",
+                import.new.cell.cell.key, end.status, end.text
+            ));
         }
     }
 
@@ -276,8 +298,8 @@ impl Control {
         self.send_to(new.id.source, Body::Claim(claim));
         fault::point("claimed");
         if let Some(path) = path {
-            let run = Run::new(&cell, at, alone, job, path, route);
-            run.submit(&self.shared, &parts, priority);
+            let run = Run::new(at, alone, priority, job, path, route);
+            run.submit(&self.shared, &cell, &parts);
         }
     }
 

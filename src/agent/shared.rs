@@ -51,6 +51,8 @@ pub(super) struct Shared {
     next_pool: AtomicU32,
     /// New operations are refused (drain, shutdown, caught panic).
     pub closed: AtomicBool,
+    /// Whether the caller waited for the last import of which a share was left to it.
+    pub callers_wait: AtomicBool,
     /// Readable from the shutdown on, for our threads that wait for a peer on nobody's behalf.
     pub closing: Arc<Wake>,
     state: Mutex<State>,
@@ -117,6 +119,7 @@ impl Shared {
             next_id: AtomicU64::new(1),
             next_pool: AtomicU32::new(1),
             closed: AtomicBool::new(false),
+            callers_wait: AtomicBool::new(true),
             closing: Arc::new(closing),
             state: Mutex::default(),
         })

@@ -24,7 +24,7 @@ pub struct kvf_agent_config {
     pub struct_size: usize,
     /// KVF_ABI_VERSION.
     pub abi_version: u32,
-    /// Copying threads; 0 = 2.
+    /// Copying threads; 0 = 2. A thread in kvf_transfer_wait() may copy besides.
     pub workers: u32,
     /// Appears in messages and thread names, need not be unique, no control characters; NULL =
     /// "kvferry".
@@ -32,7 +32,8 @@ pub struct kvf_agent_config {
     /// `host:port` for other agents; NULL = 127.0.0.1 and any port. An address that is not loopback
     /// needs `auth_key` or `allow_unauthenticated`.
     pub listen: *const c_char,
-    /// CPUs that the agent's threads may run on; NULL = those of the calling thread.
+    /// CPUs that the agent's threads may run on, and where all but small copies are made: then no
+    /// thread in kvf_transfer_wait() makes any; NULL = those of the calling thread.
     pub affinity: *const u32,
     /// Elements of `affinity`.
     pub num_affinity: usize,

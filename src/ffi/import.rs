@@ -181,8 +181,8 @@ abi_struct!(head kvf_import_desc {
 /// Begins to fetch one paged group of what a ticket offers: an import with one part.
 ///
 /// Mirrors Megatron-LM's `begin_pull_blocks`. Never blocks: what is small may be copied inside the
-/// call, the rest is done by kvferry's threads. A pull with nothing to move is born complete, and
-/// the source is told all the same.
+/// call, the rest is done by kvferry's threads and by who waits for it. A pull with nothing to move
+/// is born complete, and the source is told all the same.
 ///
 /// @param      agent     The agent.
 /// @param[in]  desc      Start from KVF_PULL_DESC_INIT. Nothing of it is kept.

@@ -120,10 +120,12 @@ pub unsafe extern "C" fn kvf_transfer_poll(transfer: *const kvf_transfer) -> kvf
 /// Waits for a transfer's outcome.
 ///
 /// Blocks the calling thread only; several threads may wait. A time-out changes nothing: the
-/// transfer goes on to its own deadline.
+/// transfer goes on to its own deadline. With 1 ms or more, the thread may copy meanwhile, in the
+/// place of one of the threads that the import would have; this is the fastest way to a small
+/// transfer's end. It does not where the agent has an `affinity`.
 ///
 /// @param transfer    The transfer.
-/// @param timeout_ns  Longest wait, in ns; 0 = only look.
+/// @param timeout_ns  Longest wait, in ns, exceeded by at most a piece of 256 KiB; 0 = only look.
 /// @return As kvf_transfer_poll(), KVF_TIMED_OUT in place of KVF_IN_PROGRESS.
 ///
 /// # Safety

@@ -108,6 +108,12 @@ pub fn take_panic() -> String {
     LAST_PANIC.try_with(RefCell::take).unwrap_or_default()
 }
 
+/// As [`take_panic`], which may still be called.
+pub fn last_panic() -> String {
+    let text = LAST_PANIC.try_with(|last| last.borrow().clone());
+    text.unwrap_or_default()
+}
+
 /// Keeps panics that kvferry catches off the host's stderr; every other panic goes to the hook
 /// that was there before, so Rust hosts that share this std notice nothing.
 fn quiet_panics() {
@@ -165,6 +171,7 @@ mod tests {
     fn a_quiet_panic_leaves_its_text_once() {
         let caught = std::panic::catch_unwind(|| quietly(|| panic!("slot {} is odd", 7)));
         assert!(caught.is_err());
+        assert_eq!(last_panic(), last_panic());
         let text = take_panic();
         assert!(text.starts_with("slot 7 is odd at "), "{text}");
         assert!(text.contains("marks.rs:"), "{text}");

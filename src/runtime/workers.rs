@@ -28,6 +28,8 @@ pub struct Workers {
 struct Shared {
     queue: Mutex<Queue>,
     wake: Condvar,
+    /// The last guest has left.
+    alone: Condvar,
     threads: Mutex<Vec<Thread>>,
     name: String,
     affinity: Vec<u32>,
@@ -43,6 +45,8 @@ struct Queue {
     running: usize,
     idle: usize,
     stalled: usize,
+    /// Threads of others in [`Workers::join_in`].
+    guests: usize,
     /// Number of the next spare thread's name.
     spare: usize,
     closed: bool,
@@ -121,6 +125,7 @@ impl Workers {
             shared: Arc::new(Shared {
                 queue: Mutex::default(),
                 wake: Condvar::new(),
+                alone: Condvar::new(),
                 threads: Mutex::default(),
                 name: name.to_owned(),
                 affinity: affinity.to_vec(),
@@ -157,13 +162,45 @@ impl Workers {
         }
     }
 
+    /// Does a task on the calling thread, for which [`Self::close`] waits as for the others; `None`:
+    /// closed.
+    pub fn join_in<R>(&self, task: impl FnOnce() -> R) -> Option<R> {
+        /// Also when `task` panics.
+        struct Guest<'a>(&'a Shared);
+        impl Drop for Guest<'_> {
+            fn drop(&mut self) {
+                let mut queue = self.0.lock();
+                queue.guests -= 1;
+                if queue.closed && queue.guests == 0 {
+                    self.0.alone.notify_all();
+                }
+            }
+        }
+        let mut queue = self.shared.lock();
+        if queue.closed {
+            return None;
+        }
+        queue.guests += 1;
+        drop(queue);
+        let _guest = Guest(&self.shared);
+        Some(task())
+    }
+
     /// Lets the threads end after their queued tasks and joins them until `deadline`; false: some
     /// are still running and were detached.
     pub fn close(&self, deadline: Instant) -> bool {
-        self.shared.lock().closed = true;
+        let mut queue = self.shared.lock();
+        queue.closed = true;
         self.shared.wake.notify_all();
-        let threads = std::mem::take(&mut *self.shared.threads());
         let mut all_ended = true;
+        while queue.guests > 0 && all_ended {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let waited = self.shared.alone.wait_timeout(queue, left);
+            queue = waited.unwrap_or_else(PoisonError::into_inner).0;
+            all_ended = Instant::now() < deadline || queue.guests == 0;
+        }
+        drop(queue);
+        let threads = std::mem::take(&mut *self.shared.threads());
         for thread in threads {
             all_ended &= thread.join_until(deadline);
         }
@@ -334,5 +371,37 @@ mod tests {
         }
         assert!(workers.close(soon()));
         assert_eq!(workers.shared.lock().running, 0);
+    }
+
+    #[test]
+    fn the_end_waits_for_those_who_joined_in() {
+        let workers = Workers::start("t", 1, &[], || {}).unwrap();
+        let (begun, has_begun) = channel();
+        let (hold, held) = channel::<()>();
+        std::thread::scope(|scope| {
+            let workers = &workers;
+            let guest = scope.spawn(move || {
+                workers.join_in(|| {
+                    begun.send(()).unwrap();
+                    held.recv().unwrap();
+                    7
+                })
+            });
+            has_begun.recv().unwrap();
+            assert!(!workers.close(Instant::now()));
+            let closing = scope.spawn(|| workers.close(soon()));
+            hold.send(()).unwrap();
+            assert_eq!(guest.join().unwrap(), Some(7));
+            assert!(closing.join().unwrap());
+            assert_eq!(workers.join_in(|| 8), None);
+        });
+    }
+
+    #[test]
+    fn who_panics_has_left() {
+        let workers = Workers::start("t", 1, &[], || {}).unwrap();
+        let task = AssertUnwindSafe(|| workers.join_in(|| panic!("asked to")));
+        assert!(catch_unwind(task).is_err());
+        assert!(workers.close(soon()));
     }
 }

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use super::span::{COPY_BYTES, Scratch, Source, copy_batch};
+use super::span::{COPY_BYTES, Scratch, Source, copy_batch, next, time_left};
 use super::{DataPath, ReadJob};
 use crate::bail;
 use crate::error::Result;
@@ -80,6 +81,24 @@ impl InprocPath {
     }
 }
 
+impl InprocPath {
+    /// Copies pieces until there are no more, or until then: false.
+    fn copy(&self, job: &ReadJob, until: Option<Instant>) -> Result<bool> {
+        let (mut batch, mut scratch) = (Batch::new(), Scratch::default());
+        let mut left = until.map_or(Duration::MAX, time_left);
+        while !left.is_zero() && next(job, COPY_BYTES, left, &mut batch) {
+            // The source agent waits for these before it says "may be freed now".
+            let _open = self.enter(&batch)?;
+            let pool = |id| job.pool(id).map(|pool| &**pool);
+            let moved = self.copy_batch(&batch, pool, job.bytes(), &mut scratch)?;
+            job.add_moved(moved);
+            batch.clear();
+            left = until.map_or(Duration::MAX, time_left);
+        }
+        Ok(!left.is_zero())
+    }
+}
+
 impl DataPath for InprocPath {
     fn name(&self) -> &'static str {
         "inproc"
@@ -90,16 +109,15 @@ impl DataPath for InprocPath {
     }
 
     fn run(&self, job: &ReadJob) -> Result<()> {
-        let (mut batch, mut scratch) = (Batch::new(), Scratch::default());
-        while job.next(COPY_BYTES, &mut batch) {
-            // The source agent waits for these before it says "may be freed now".
-            let _open = self.enter(&batch)?;
-            let pool = |id| job.pool(id).map(|pool| &**pool);
-            let moved = self.copy_batch(&batch, pool, job.bytes(), &mut scratch)?;
-            job.add_moved(moved);
-            batch.clear();
-        }
-        Ok(())
+        self.copy(job, None).map(|_| ())
+    }
+
+    fn may_be_joined(&self, _: &ReadJob) -> bool {
+        true
+    }
+
+    fn run_until(&self, job: &ReadJob, until: Instant) -> Result<bool> {
+        self.copy(job, Some(until))
     }
 
     fn attest(&self, job: &ReadJob) -> Result<bool> {

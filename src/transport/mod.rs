@@ -1,7 +1,7 @@
 //! How bytes get from a peer's memory into ours.
 //!
-//! One [`DataPath`] per (peer, memory kind). It runs on kvferry's worker threads, or inside a
-//! `begin` call for a small job, and pulls its work from the shared [`ReadJob`], so that several
+//! One [`DataPath`] per (peer, memory kind). It runs on kvferry's worker threads, inside a `begin`
+//! call for a small job, or on a caller's thread that waits for the job, and pulls its work from the shared [`ReadJob`], so that several
 //! workers can serve one job and a cancel is seen between two pieces.
 
 pub mod device;
@@ -14,8 +14,10 @@ pub mod ucx;
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
 
 use crate::error::{Error, Result, Status};
 use crate::memory::Pool;
@@ -41,6 +43,20 @@ struct Position {
 /// Makes what a source must know, out of tables that others have too.
 type MakeRequest = Box<dyn FnOnce() -> wire::DataOpen + Send>;
 
+/// What a path has begun with a job.
+struct Parked {
+    begun: Box<dyn Any + Send>,
+    joinable: bool,
+}
+
+impl fmt::Debug for Parked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Parked")
+            .field("joinable", &self.joinable)
+            .finish_non_exhaustive()
+    }
+}
+
 /// The part of a transfer that reads from one source agent under one lease.
 #[derive(Debug)]
 pub struct ReadJob {
@@ -64,7 +80,7 @@ pub struct ReadJob {
     /// The deviation `cuda_attest_early` of test builds.
     attested_early: AtomicBool,
     /// See [`Self::park`].
-    parked: Mutex<Option<Box<dyn Any + Send>>>,
+    parked: Mutex<Option<Parked>>,
 }
 
 impl ReadJob {
@@ -94,15 +110,22 @@ impl ReadJob {
     }
 
     /// Keeps what a path has begun with the job, for the thread that goes on with it; dropped with
-    /// the job if none does.
-    pub fn park(&self, begun: Box<dyn Any + Send>) {
-        *self.parked.lock().unwrap_or_else(PoisonError::into_inner) = Some(begun);
+    /// the job if none does. `joinable`: [`DataPath::run_until`] may.
+    pub fn park(&self, begun: Box<dyn Any + Send>, joinable: bool) {
+        let parked = Parked { begun, joinable };
+        *self.parked.lock().unwrap_or_else(PoisonError::into_inner) = Some(parked);
     }
 
     /// What [`Self::park`] was given last.
     pub fn unpark(&self) -> Option<Box<dyn Any + Send>> {
         let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
-        parked.take()
+        Some(parked.take()?.begun)
+    }
+
+    /// Whether something is parked that [`DataPath::run_until`] may go on with.
+    pub fn is_joinable(&self) -> bool {
+        let parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
+        parked.as_ref().is_some_and(|parked| parked.joinable)
     }
 
     /// Starts over. Only while no thread works on the job.
@@ -324,6 +347,29 @@ pub trait DataPath: Send + Sync {
     /// As for [`Self::run`].
     fn run_at_once(&self, job: &ReadJob) -> Result<bool> {
         self.run(job).map(|()| true)
+    }
+
+    /// Whether a thread of the caller that waits for the job may take a worker's place in it, by
+    /// [`Self::run_until`].
+    fn may_be_joined(&self, job: &ReadJob) -> bool {
+        let _ = job;
+        false
+    }
+
+    /// As [`Self::run`], on such a thread, and no longer than until then or for one more piece.
+    /// False: there may be more to do, by [`Self::run`].
+    ///
+    /// # Errors
+    /// As for [`Self::run`].
+    fn run_until(&self, job: &ReadJob, until: Instant) -> Result<bool> {
+        let _ = (job, until);
+        Ok(false)
+    }
+
+    /// Whether the source must have heard of the reader before the first byte is read, so that it
+    /// knows what may still be read when it takes its memory back.
+    fn needs_claim(&self) -> bool {
+        false
     }
 
     /// Whether [`Self::run_at_once`] may give false.

@@ -4,11 +4,13 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 use crate::copy::{self, Strided};
 use crate::error::Result;
 use crate::memory::{Mapping, Pool};
-use crate::plan::{Pattern, Place};
+use crate::plan::{Batch, Pattern, Place};
+use crate::transport::ReadJob;
 use crate::{bail, err};
 
 /// A readable range of this process that is not written through.
@@ -42,6 +44,22 @@ impl<'a> From<&'a Mapping> for Source<'a> {
 /// Fewest bytes of one turn of a worker that copies: far more than asking for it costs, far less
 /// than a transfer may be held up by the last turn.
 pub(super) const COPY_BYTES: u64 = 256 << 10;
+
+/// Longer than any piece takes: whoever has less time takes the smallest ones.
+const MANY_PIECES: Duration = Duration::from_millis(20);
+
+/// How long it is until then; zero: it is over.
+pub(super) fn time_left(until: Instant) -> Duration {
+    until.saturating_duration_since(Instant::now())
+}
+
+/// As [`ReadJob::next`], for a thread that has so much time left.
+pub(super) fn next(job: &ReadJob, least: u64, left: Duration, out: &mut Batch) -> bool {
+    match left < MANY_PIECES {
+        true => job.next_of(|_| least, out),
+        false => job.next(least, out),
+    }
+}
 
 /// The error for a pool id that one side does not have.
 pub(super) fn unknown_pool(side: &str, id: u32) -> crate::error::Error {

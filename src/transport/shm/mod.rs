@@ -12,8 +12,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::time::{Duration, Instant};
 
-use super::span::{self, COPY_BYTES, Runs, Scratch, Source, copy_batch};
+use super::span::{self, COPY_BYTES, Runs, Scratch, Source, copy_batch, next, time_left};
 use super::{DataPath, LeaseRef, ReadJob};
 use crate::bail;
 use crate::error::{Result, Status};
@@ -322,6 +323,31 @@ impl ShmPath {
             false => Ok(()),
         }
     }
+
+    /// Copies pieces until there are no more, or until then: false.
+    fn copy(&self, job: &ReadJob, until: Option<Instant>) -> Result<bool> {
+        let least = if self.has_private {
+            READ_BYTES
+        } else {
+            COPY_BYTES
+        };
+        let (mut batch, mut buffers) = (Batch::new(), Buffers::default());
+        let mut left = until.map_or(Duration::MAX, time_left);
+        while !left.is_zero() && next(job, least, left, &mut batch) {
+            let moved = self.copy_batch(
+                &batch,
+                |id| job.pool(id).map(|pool| &**pool),
+                || job.is_cancelled(),
+                job.bytes(),
+                &mut buffers,
+            )?;
+            job.add_moved(moved);
+            batch.clear();
+            left = until.map_or(Duration::MAX, time_left);
+        }
+        self.after(&buffers)?;
+        Ok(!left.is_zero())
+    }
 }
 
 impl DataPath for ShmPath {
@@ -341,24 +367,15 @@ impl DataPath for ShmPath {
     }
 
     fn run(&self, job: &ReadJob) -> Result<()> {
-        let least = if self.has_private {
-            READ_BYTES
-        } else {
-            COPY_BYTES
-        };
-        let (mut batch, mut buffers) = (Batch::new(), Buffers::default());
-        while job.next(least, &mut batch) {
-            let moved = self.copy_batch(
-                &batch,
-                |id| job.pool(id).map(|pool| &**pool),
-                || job.is_cancelled(),
-                job.bytes(),
-                &mut buffers,
-            )?;
-            job.add_moved(moved);
-            batch.clear();
-        }
-        self.after(&buffers)
+        self.copy(job, None).map(|_| ())
+    }
+
+    fn may_be_joined(&self, _: &ReadJob) -> bool {
+        true
+    }
+
+    fn run_until(&self, job: &ReadJob, until: Instant) -> Result<bool> {
+        self.copy(job, Some(until))
     }
 
     fn attest(&self, job: &ReadJob) -> Result<bool> {

@@ -5,9 +5,9 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::stream::{Patience, Stream};
+use super::stream::{Patience, Stream, Until};
 use super::{HEAD_BYTES, TRAILER_BYTES};
 use crate::bail;
 use crate::cuda::Devices;
@@ -17,10 +17,9 @@ use crate::transport::device::flow::Flow;
 use crate::transport::pieces::{Asking, MAX_TEXT, PIPELINE, Placed, Ranges, Walk, place, refusal};
 use crate::transport::{DataPath, ReadJob};
 
-/// Jobs up to this size are asked for by the thread that begins them.
-const INLINE_BYTES: u64 = 32 << 10;
-/// Answers up to this size are received by one call and copied into place, instead of by three.
-const ONE_CALL: u64 = 8 << 10;
+/// Jobs up to this size are asked for by the thread that begins them. Answers up to this size are
+/// received by one call and copied into place, instead of by three.
+const SMALL_BYTES: u64 = 32 << 10;
 /// Longest time that such a thread looks for the answer, if it may look at all (`spin`).
 const LOOK: Duration = Duration::from_micros(200);
 /// Longest wait for the rest of a small answer that has begun to come.
@@ -107,12 +106,14 @@ impl TcpPath {
             stream,
             asking: Asking::begin(job, number, &mut out)?,
             batches: VecDeque::new(),
+            come: Vec::new(),
         };
         self.ask_more(job, &mut asked, out, patience)?;
         Ok(asked)
     }
 
-    /// Asks for as many pieces as may be on their way; with the last one says that it is the last.
+    /// Asks for as many pieces as may be on their way, of a small job for all; with the last one says
+    /// that it is the last.
     fn ask_more(
         &self,
         job: &ReadJob,
@@ -120,7 +121,7 @@ impl TcpPath {
         mut out: Vec<u8>,
         patience: Patience<'_>,
     ) -> Result<()> {
-        while asked.batches.len() < PIPELINE
+        while (asked.batches.len() < PIPELINE || job.bytes() <= SMALL_BYTES)
             && let Some(batch) = asked.asking.next(job, &mut out)?
         {
             asked.batches.push_back(batch);
@@ -132,25 +133,54 @@ impl TcpPath {
         sent.map_err(|e| self.failed(job, "request", &e))
     }
 
-    /// Receives everything that was asked for, and asks for more until there is no more.
+    /// Receives everything that was asked for, and asks for more until there is no more. After a
+    /// time-out amid small answers it may be called again, and goes on.
     fn receive_all(
         &self,
         job: &ReadJob,
         asked: &mut Asked,
         flow: &mut Flow<'_>,
-        patience: Patience<'_>,
-    ) -> Result<()> {
+        patience: &Waits<'_>,
+    ) -> std::result::Result<(), Fault> {
         let mut ranges = Ranges::default();
         while let Some(batch) = asked.batches.pop_front() {
-            self.receive(&asked.stream, job, &batch, &mut ranges, flow, patience)
-                .map_err(|e| match e {
-                    Fault::Io(e) => self.failed(job, "read", &e),
-                    Fault::Told(e) => e,
-                })?;
+            let received = self.receive(asked, job, &batch, &mut ranges, flow, patience);
+            if received.is_err() {
+                asked.batches.push_front(batch);
+                return received;
+            }
             asked.asking.give_back(batch);
-            self.ask_more(job, asked, Vec::new(), patience)?;
+            self.ask_more(job, asked, Vec::new(), patience())
+                .map_err(Fault::Told)?;
         }
         Ok(())
+    }
+
+    fn told(&self, job: &ReadJob, fault: Fault) -> Error {
+        match fault {
+            Fault::Io(e) => self.failed(job, "read", &e),
+            Fault::Told(e) => e,
+        }
+    }
+
+    /// Takes all answers to a small job on a thread of the caller; what has come when its patience
+    /// ends is kept: false.
+    fn take_small(&self, job: &ReadJob, asked: Box<Asked>, patience: &Waits<'_>) -> Result<bool> {
+        let mut asked = asked;
+        let mut flow = Flow::new(&self.devices, job);
+        let received = self.receive_all(job, &mut asked, &mut flow, patience);
+        if matches!(&received, Err(Fault::Io(e)) if e.kind() == io::ErrorKind::TimedOut) {
+            job.park(asked, true);
+            return Ok(false);
+        }
+        match flow.finish(received.map_err(|fault| self.told(job, fault))) {
+            Ok(()) if !job.is_cancelled() => self.put_back(asked.stream),
+            // What is in flight on the connection is of no use any more: it is closed.
+            Ok(()) => {}
+            Err(_) if job.is_cancelled() => {}
+            Err(e) => return Err(e),
+        }
+        Ok(true)
     }
 
     fn failed(&self, job: &ReadJob, what: &str, e: &io::Error) -> Error {
@@ -168,90 +198,89 @@ impl TcpPath {
 
     fn receive(
         &self,
-        stream: &Stream,
+        asked: &mut Asked,
         job: &ReadJob,
         batch: &Batch,
         ranges: &mut Ranges,
         flow: &mut Flow<'_>,
-        patience: Patience<'_>,
+        patience: &Waits<'_>,
     ) -> std::result::Result<(), Fault> {
         let placed = place(job, &self.pools, batch, ranges, flow).map_err(Fault::Told)?;
-        if placed.bytes <= ONE_CALL {
-            return self.receive_at_once(stream, job, placed, ranges, flow, patience);
+        if placed.bytes <= SMALL_BYTES {
+            return self.receive_small(asked, job, placed, ranges, flow, patience);
         }
+        let stream = &asked.stream;
         let mut head = [0; HEAD_BYTES];
-        stream.receive(&mut head, patience).map_err(Fault::Io)?;
-        check_head(&head, placed.bytes, |text| stream.receive(text, patience))?;
+        stream.receive(&mut head, patience()).map_err(Fault::Io)?;
+        if let Answer::Refusal { status, text } = Answer::of(&head, placed.bytes)? {
+            let mut bytes = vec![0; text];
+            stream.receive(&mut bytes, patience()).map_err(Fault::Io)?;
+            return Err(Fault::Told(refusal(status, &bytes)));
+        }
         // SAFETY: `place` has put every destination byte inside a pool of this job, which keeps it,
         // or it is in the buffer of a lane that `placed` has.
-        unsafe { stream.receive_ranges(ranges, patience) }.map_err(Fault::Io)?;
+        unsafe { stream.receive_ranges(ranges, patience()) }.map_err(Fault::Io)?;
         let mut trailer = [0; TRAILER_BYTES];
-        stream.receive(&mut trailer, patience).map_err(Fault::Io)?;
+        stream
+            .receive(&mut trailer, patience())
+            .map_err(Fault::Io)?;
         arrived(job, placed, &trailer, flow)
     }
 
-    /// A small answer, through a buffer.
-    fn receive_at_once(
+    /// A small answer, through a buffer that keeps what has come if the rest is late.
+    fn receive_small(
         &self,
-        stream: &Stream,
+        asked: &mut Asked,
         job: &ReadJob,
         placed: Placed,
         ranges: &mut Ranges,
         flow: &mut Flow<'_>,
-        patience: Patience<'_>,
+        patience: &Waits<'_>,
     ) -> std::result::Result<(), Fault> {
         let bytes = placed.bytes as usize;
-        let mut answer = vec![0; HEAD_BYTES + bytes + TRAILER_BYTES];
-        let mut come = 0;
-        while come < HEAD_BYTES {
-            match stream.receive_next(&mut answer[come..], patience) {
-                Ok(0) => return Err(Fault::Io(io::ErrorKind::UnexpectedEof.into())),
-                Ok(n) => come += n,
-                Err(e) => return Err(Fault::Io(e)),
-            }
+        asked.come_in(HEAD_BYTES, bytes + TRAILER_BYTES, patience)?;
+        if let Answer::Refusal { status, text } = Answer::of(&asked.come, placed.bytes)? {
+            asked.come_in(HEAD_BYTES + text, 0, patience)?;
+            let text = &asked.come[HEAD_BYTES..HEAD_BYTES + text];
+            return Err(Fault::Told(refusal(status, text)));
         }
-        let (head, rest) = answer.split_at_mut(HEAD_BYTES);
-        let come = come - HEAD_BYTES;
-        check_head(head, placed.bytes, |text| {
-            let known = come.min(text.len());
-            text[..known].copy_from_slice(&rest[..known]);
-            stream.receive(&mut text[known..], patience)
-        })?;
-        stream
-            .receive(&mut rest[come..], patience)
-            .map_err(Fault::Io)?;
-        let (data, trailer) = rest.split_at(bytes);
+        let whole = HEAD_BYTES + bytes + TRAILER_BYTES;
+        asked.come_in(whole, 0, patience)?;
+        let (data, trailer) = asked.come[HEAD_BYTES..whole].split_at(bytes);
         // SAFETY: as in `receive`.
         unsafe { ranges.write(&mut Walk::default(), data) };
-        arrived(job, placed, trailer, flow)
+        let done = arrived(job, placed, trailer, flow);
+        asked.come.clear();
+        done
     }
 }
 
-/// Whether an answer brings the `expected` bytes; else what it says instead, for which `receive` fills
-/// a buffer.
-fn check_head(
-    head: &[u8],
-    expected: u64,
-    receive: impl FnOnce(&mut [u8]) -> io::Result<()>,
-) -> std::result::Result<(), Fault> {
-    let number =
-        |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-    let (status, text) = (number(0) as i32, number(4) as usize);
-    let coming = u64::from(number(8)) | u64::from(number(12)) << 32;
-    if status == 0 && coming == expected {
-        return Ok(());
+/// What an answer's head says.
+enum Answer {
+    /// The bytes that were asked for follow, and the trailer.
+    Data,
+    /// Only the reason follows: a text of so many bytes.
+    Refusal { status: i32, text: usize },
+}
+
+impl Answer {
+    /// Reads a head where `expected` bytes were asked for.
+    fn of(head: &[u8], expected: u64) -> std::result::Result<Self, Fault> {
+        let number =
+            |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        let (status, text) = (number(0) as i32, number(4) as usize);
+        let coming = u64::from(number(8)) | u64::from(number(12)) << 32;
+        if status == 0 && coming == expected {
+            return Ok(Self::Data);
+        }
+        if status == 0 || text > MAX_TEXT {
+            return Err(Fault::Told(crate::err!(
+                KVF_ERR_PROTOCOL,
+                "the source sends {coming} bytes where {expected} were asked for"
+            )));
+        }
+        Ok(Self::Refusal { status, text })
     }
-    if status == 0 || text > MAX_TEXT {
-        return Err(Fault::Told(crate::err!(
-            KVF_ERR_PROTOCOL,
-            "the source sends {coming} bytes where {expected} were asked for"
-        )));
-    }
-    let mut bytes = vec![0; text];
-    Err(match receive(&mut bytes) {
-        Ok(()) => Fault::Told(refusal(status, &bytes)),
-        Err(e) => Fault::Io(e),
-    })
 }
 
 /// Every byte is in place.
@@ -267,11 +296,52 @@ fn arrived(
     placed.arrived(job, flow).map_err(Fault::Told)
 }
 
+/// How each of several waits may be waited.
+type Waits<'a> = dyn Fn() -> Patience<'a> + 'a;
+
 /// What one connection was asked for and has not brought yet.
 struct Asked {
     stream: Stream,
     asking: Asking,
     batches: VecDeque<Batch>,
+    /// The beginning of a small answer.
+    come: Vec<u8>,
+}
+
+impl Asked {
+    /// Receives until there are `least` bytes of a small answer, and up to `more` that follow them.
+    fn come_in(
+        &mut self,
+        least: usize,
+        more: usize,
+        patience: &Waits<'_>,
+    ) -> std::result::Result<(), Fault> {
+        let mut come = self.come.len();
+        if come < least {
+            self.come.resize(least + more, 0);
+        }
+        let mut outcome = Ok(());
+        while come < least && outcome.is_ok() {
+            match self.stream.receive_next(&mut self.come[come..], patience()) {
+                Ok(0) => outcome = Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(n) => come += n,
+                Err(e) => outcome = Err(e),
+            }
+        }
+        self.come.truncate(come);
+        outcome.map_err(Fault::Io)
+    }
+
+    /// Every answer was asked for, is small and goes to host memory: a caller's thread may take
+    /// them.
+    fn is_small(&self, job: &ReadJob) -> bool {
+        let mut shapes = self.batches.iter().flat_map(Batch::shapes);
+        let on_host = shapes.all(|(shape, _)| {
+            let pool = job.pool(shape.dst_pool);
+            pool.is_some_and(|pool| !pool.is_device())
+        });
+        on_host && self.asking.is_all() && job.bytes() <= SMALL_BYTES
+    }
 }
 
 enum Fault {
@@ -308,8 +378,8 @@ impl DataPath for TcpPath {
         };
         let outcome = asked.and_then(|mut asked: Asked| {
             let mut flow = Flow::new(&self.devices, job);
-            let received = self.receive_all(job, &mut asked, &mut flow, patience);
-            flow.finish(received)?;
+            let received = self.receive_all(job, &mut asked, &mut flow, &|| patience);
+            flow.finish(received.map_err(|fault| self.told(job, fault)))?;
             Ok(asked.stream)
         });
         match outcome {
@@ -324,7 +394,7 @@ impl DataPath for TcpPath {
         }
     }
 
-    /// Asks at once, and takes the answer if it comes while the thread looks. Otherwise a worker
+    /// Asks at once, and takes the answer if it comes while the thread looks. Otherwise who goes on
     /// finds it, for which the request was on its way all the time.
     fn run_at_once(&self, job: &ReadJob) -> Result<bool> {
         let Some(stream) = self.take_idle() else {
@@ -336,36 +406,48 @@ impl DataPath for TcpPath {
             stall: Some(stall),
         };
         // Anything odd: the connection is given up, and a worker starts over with another one.
-        let Ok(mut asked) = self.ask_first(job, stream, look(Duration::ZERO, Duration::ZERO))
-        else {
+        let Ok(asked) = self.ask_first(job, stream, look(Duration::ZERO, Duration::ZERO)) else {
             job.rewind();
             return Ok(false);
         };
-        let spin = self.spin.min(LOOK);
-        let host_only = asked
-            .batches
-            .iter()
-            .flat_map(Batch::shapes)
-            .all(|(shape, _)| {
-                let pool = job.pool(shape.dst_pool);
-                pool.is_some_and(|pool| !pool.is_device())
-            });
-        if !host_only || spin.is_zero() || !asked.stream.comes_within(spin) {
-            job.park(Box::new(asked));
+        let (spin, small) = (self.spin.min(LOOK), asked.is_small(job));
+        if !small || spin.is_zero() || !asked.stream.comes_within(spin) {
+            job.park(Box::new(asked), small);
             return Ok(false);
         }
-        let mut flow = Flow::new(&self.devices, job);
-        let received = self.receive_all(job, &mut asked, &mut flow, look(spin, REST));
-        match flow.finish(received) {
-            Ok(()) => {
-                self.put_back(asked.stream);
-                Ok(true)
-            }
-            Err(_) => {
-                job.rewind();
-                Ok(false)
-            }
+        let taken = self.take_small(job, Box::new(asked), &|| look(spin, REST));
+        if taken.is_err() {
+            job.rewind();
         }
+        Ok(taken.unwrap_or(false))
+    }
+
+    fn may_be_joined(&self, job: &ReadJob) -> bool {
+        job.is_joinable()
+    }
+
+    /// Takes small answers that are on their way.
+    fn run_until(&self, job: &ReadJob, until: Instant) -> Result<bool> {
+        if !job.is_joinable() {
+            return Ok(false);
+        }
+        let begun = job.unpark().and_then(|begun| begun.downcast().ok());
+        let Some(asked) = begun else {
+            return Ok(false);
+        };
+        let wake = job.wake()?;
+        let until = Until {
+            deadline: until,
+            wake: Some(wake.as_fd()),
+        };
+        let patience = || {
+            let left = until.deadline.saturating_duration_since(Instant::now());
+            Patience {
+                spin: self.spin.min(left),
+                ..until.patience()
+            }
+        };
+        self.take_small(job, asked, &patience)
     }
 
     fn has_to_ask(&self) -> bool {
@@ -384,6 +466,6 @@ impl DataPath for TcpPath {
     }
 
     fn inline_bytes(&self) -> u64 {
-        INLINE_BYTES
+        SMALL_BYTES
     }
 }

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr::null;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result, Status};
@@ -269,12 +270,18 @@ impl Stream {
             let waited = begin.elapsed();
             let left = patience.stall.map(|stall| stall.saturating_sub(waited));
             let timeout = match left {
-                _ if waited < patience.spin => 0,
+                _ if waited < patience.spin => Some(Duration::ZERO),
                 Some(left) if left.is_zero() => return Err(io::ErrorKind::TimedOut.into()),
-                _ if waited < patience.spin + STALL_AFTER => STALL_AFTER.as_millis() as i32,
-                Some(left) => i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX),
-                None => -1,
+                _ if waited < patience.spin + STALL_AFTER => {
+                    Some(left.map_or(STALL_AFTER, |left| left.min(STALL_AFTER)))
+                }
+                left => left,
             };
+            let timeout = timeout.map(|timeout| libc::timespec {
+                tv_sec: timeout.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+                tv_nsec: timeout.subsec_nanos().into(),
+            });
+            let timeout = timeout.as_ref().map_or(null(), std::ptr::from_ref);
             let mut polled = [
                 libc::pollfd {
                     fd: self.fd.as_raw_fd(),
@@ -287,8 +294,8 @@ impl Stream {
                     revents: 0,
                 },
             ];
-            // SAFETY: two pollfds that live here; a negative descriptor is ignored.
-            let mut poll = || unsafe { libc::poll(polled.as_mut_ptr(), 2, timeout) };
+            // SAFETY: two pollfds and a time that live here; a negative descriptor is ignored.
+            let mut poll = || unsafe { libc::ppoll(polled.as_mut_ptr(), 2, timeout, null()) };
             let n = match waited < patience.spin + STALL_AFTER {
                 true => poll(),
                 false => stalled(poll),

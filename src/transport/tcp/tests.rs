@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::client::TcpPath;
 use super::stream::Stream;
@@ -19,6 +19,7 @@ use crate::transport::span::tests::{filled, register};
 use crate::transport::{DataPath, ReadJob};
 
 const BLOCK: usize = 4096;
+const LONG: Duration = Duration::from_secs(60);
 
 /// A binding of block 0 of both sides.
 fn block(pool: u32) -> Vec<Binding> {
@@ -81,10 +82,9 @@ fn wait_until_read(source: &UnixStream) {
     panic!("nobody reads");
 }
 
-/// Pulls the block from a source that answers with `parts`, each once the one before was read; then what
-/// the destination holds.
-fn pull(parts: &[&[u8]]) -> (Result<()>, ReadJob, Vec<u8>) {
-    let (ours, mut source) = UnixStream::pair().unwrap();
+/// A path to a source at the other end of a socket, and a job that reads the block into `memory`.
+fn reader(memory: &mut [u8]) -> (UnixStream, TcpPath, ReadJob) {
+    let (ours, source) = UnixStream::pair().unwrap();
     let stream = Stream::new(OwnedFd::from(ours)).unwrap();
     let first = Mutex::new(Some(stream));
     let path = TcpPath::new(
@@ -96,14 +96,21 @@ fn pull(parts: &[&[u8]]) -> (Result<()>, ReadJob, Vec<u8>) {
         Arc::new(Devices::default()),
         Box::new(move |_| Ok(first.lock().unwrap().take().unwrap())),
     );
-    let mut memory = vec![0xee; BLOCK];
-    let pool = Arc::new(register(1, &mut memory));
+    let pool = Arc::new(register(1, memory));
     let lease = Lease {
         index: 0,
         generation: 1,
     };
     let pools = BTreeMap::from([(1, pool)]);
     let job = ReadJob::new(block(2), pools, lease, crate::wire::DataOpen::default);
+    (source, path, job)
+}
+
+/// Pulls the block from a source that answers with `parts`, each once the one before was read; then what
+/// the destination holds.
+fn pull(parts: &[&[u8]]) -> (Result<()>, ReadJob, Vec<u8>) {
+    let mut memory = vec![0xee; BLOCK];
+    let (mut source, path, job) = reader(&mut memory);
     let outcome = std::thread::scope(|scope| {
         let reader = scope.spawn(|| path.run(&job));
         let mut asked = [0; 4096];
@@ -116,6 +123,16 @@ fn pull(parts: &[&[u8]]) -> (Result<()>, ReadJob, Vec<u8>) {
         reader.join().unwrap()
     });
     (outcome, job, memory)
+}
+
+/// As [`reader`], when the begin call has asked and nothing has come.
+fn asked(memory: &mut [u8]) -> (UnixStream, TcpPath, ReadJob) {
+    let (mut source, path, job) = reader(memory);
+    path.prove().unwrap();
+    assert!(!path.run_at_once(&job).unwrap());
+    assert!(source.read(&mut [0; 4096]).unwrap() > 0);
+    assert!(path.may_be_joined(&job));
+    (source, path, job)
 }
 
 fn head(status: i32, text: usize, bytes: u64) -> Vec<u8> {
@@ -198,6 +215,78 @@ fn a_refusal_is_read_whole_and_nothing_is_written() {
     for wrong in [head(0, 0, 1), head(-1, 1 << 20, 0)] {
         let (outcome, _, memory) = pull(&[&wrong]);
         assert_eq!(outcome.unwrap_err().status, Status::KVF_ERR_PROTOCOL);
+        assert!(memory.iter().all(|byte| *byte == 0xee));
+    }
+}
+
+#[test]
+fn a_waiting_thread_takes_an_answer_that_is_there() {
+    let mut memory = vec![0xee; BLOCK];
+    let (mut source, path, job) = asked(&mut memory);
+    source.write_all(&answer(1)).unwrap();
+    assert!(path.run_until(&job, Instant::now() + LONG).unwrap());
+    assert_eq!((job.moved(), job.lease_lost()), (BLOCK as u64, false));
+    assert!(!path.may_be_joined(&job));
+    drop(job);
+    assert!(memory == filled(2, BLOCK));
+}
+
+/// However little has come when the waiting thread gives up: nothing was written, and a worker goes
+/// on where it was.
+#[test]
+fn what_a_waiting_thread_gives_up_is_gone_on_with() {
+    let whole = answer(1);
+    for at in [0, 1, HEAD_BYTES, 1000, whole.len() - 1] {
+        let mut memory = vec![0xee; BLOCK];
+        let (mut source, path, job) = asked(&mut memory);
+        let (first, rest) = whole.split_at(at);
+        source.write_all(first).unwrap();
+        for _ in 0..3 {
+            let until = Instant::now() + Duration::from_millis(2);
+            assert!(!path.run_until(&job, until).unwrap(), "cut at {at}");
+            assert!(Instant::now() >= until);
+            assert_eq!(job.moved(), 0);
+        }
+        source.write_all(rest).unwrap();
+        path.run(&job).unwrap();
+        assert_eq!((job.moved(), job.lease_lost()), (BLOCK as u64, false));
+        drop(job);
+        assert!(memory == filled(2, BLOCK), "cut at {at}");
+    }
+}
+
+#[test]
+fn a_cancel_wakes_a_waiting_thread() {
+    let mut memory = vec![0xee; BLOCK];
+    let (source, path, job) = asked(&mut memory);
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| path.run_until(&job, Instant::now() + LONG));
+        job.cancel();
+        assert!(waiting.join().unwrap().unwrap());
+    });
+    assert!(begun.elapsed() < LONG);
+    assert_eq!(job.moved(), 0);
+    drop((job, source));
+    assert!(memory.iter().all(|byte| *byte == 0xee));
+}
+
+#[test]
+fn a_source_that_goes_away_or_refuses_is_told_to_a_waiting_thread() {
+    let mut refusal = head(Status::KVF_ERR_EXPIRED as i32, 4, 0);
+    refusal.extend(b"over");
+    for (said, expected) in [
+        (&refusal[..], Status::KVF_ERR_EXPIRED),
+        (&[][..], Status::KVF_ERR_TRANSFER),
+        (&answer(1)[..HEAD_BYTES + 5], Status::KVF_ERR_TRANSFER),
+    ] {
+        let mut memory = vec![0xee; BLOCK];
+        let (mut source, path, job) = asked(&mut memory);
+        source.write_all(said).unwrap();
+        drop(source);
+        let outcome = path.run_until(&job, Instant::now() + LONG);
+        assert_eq!(outcome.unwrap_err().status, expected);
+        drop(job);
         assert!(memory.iter().all(|byte| *byte == 0xee));
     }
 }

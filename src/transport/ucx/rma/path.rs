@@ -357,6 +357,11 @@ impl DataPath for UcxPath {
         format!("{}, {}", self.engine.describe(), self.reason)
     }
 
+    /// A get is no business of the source's threads, which must not free what it reads.
+    fn needs_claim(&self) -> bool {
+        true
+    }
+
     fn run(&self, job: &ReadJob) -> Result<()> {
         let flight = Flight::new()?;
         let outcome = self.read(job, &flight);
