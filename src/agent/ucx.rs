@@ -386,3 +386,47 @@ fn gets_source(
         nonce,
     }
 }
+
+#[cfg(test)]
+#[cfg(not(miri))]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::transport::ucx::tests::{late_engine, ucx};
+
+    #[test]
+    fn a_pool_that_is_registered_too_late_is_not_free_before_it_is_taken_back() {
+        if ucx("a_pool_that_is_registered_too_late").is_none() {
+            return;
+        }
+        for a_reader_was_lost in [false, true] {
+            let (engine, held_up) = late_engine("kvf-late-ucx");
+            let own = Ucx::default();
+            lock(&own.state).engine = Some(engine.clone());
+            if a_reader_was_lost {
+                own.suspect();
+            }
+            let mut memory = vec![0_u8; 8192];
+            // SAFETY: the memory lives until the pool is idle.
+            let pool = unsafe { Pool::register(2, memory.as_mut_ptr(), memory.len() as u64) };
+            let pool = Arc::new(pool.unwrap());
+            let e = engine.register_pool(&pool).unwrap_err();
+            assert!(e.text.contains("did not answer"), "{e}");
+
+            // UCX has not even begun; what it was asked keeps the pool.
+            let kept = Arc::downgrade(&pool);
+            drop(pool);
+            let (idle, is_idle) = channel();
+            let at_idle = kept.clone();
+            assert!(!own.release(2, move || idle.send(at_idle.strong_count()).unwrap()));
+            assert!(!own.release(2, || unreachable!("the first call's is called")));
+            assert_eq!((kept.strong_count(), is_idle.try_recv().ok()), (1, None));
+            drop(held_up);
+            assert_eq!(is_idle.recv_timeout(Duration::from_secs(20)), Ok(0));
+            assert!(own.release(2, || unreachable!("it is free")));
+            assert!(engine.has_ended() == a_reader_was_lost);
+        }
+    }
+}

@@ -54,7 +54,7 @@ pub struct Engine {
     incoming: Arc<Incoming>,
     gets: bool,
     device: DeviceGets,
-    patience: Duration,
+    pub(super) patience: Duration,
 }
 
 impl Engine {

@@ -20,4 +20,4 @@ pub use rma::{DEVICE_LANES, Region, Source, SourcePool, UcxPath};
 
 #[cfg(test)]
 #[cfg(not(miri))]
-mod tests;
+pub(crate) mod tests;

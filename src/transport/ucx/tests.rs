@@ -1,6 +1,7 @@
 //! What needs a UCX on this machine.
 
 use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use super::*;
@@ -103,6 +104,23 @@ pub fn engine(name: &str, gets: bool, accept: Box<dyn Accept>) -> Arc<Engine> {
     Engine::start(config, accept, || {}).unwrap()
 }
 
+/// An engine whose answers all come too late: nobody waits for them, and its thread is held up until the sender
+/// is dropped.
+pub fn late_engine(name: &str) -> (Arc<Engine>, Sender<()>) {
+    let mut engine = engine(name, true, Box::new(Nobody));
+    let mut memory = filled(1, 4096);
+    let pool = Arc::new(register(1, &mut memory));
+    engine.register_pool(&pool).unwrap();
+    let ((held, is_held), (let_go, wait)) = (channel(), channel());
+    engine.unregister_pool(1, move || {
+        held.send(()).unwrap();
+        let _ = wait.recv(); // its end
+    });
+    is_held.recv_timeout(Duration::from_secs(20)).unwrap();
+    Arc::get_mut(&mut engine).unwrap().patience = Duration::ZERO;
+    (engine, let_go)
+}
+
 pub fn soon() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }
@@ -119,7 +137,36 @@ fn an_ended_engine_answers_with_errors() {
     assert!(engine.has_ended());
     let e = engine.register_pool(&pool).unwrap_err();
     assert!(e.text.contains("shut down"), "{e}");
-    let (send, receive) = std::sync::mpsc::channel();
+    let (send, receive) = channel();
     engine.end(Some(Box::new(move || send.send(()).unwrap())));
     receive.recv_timeout(Duration::from_secs(20)).unwrap();
+}
+
+#[test]
+fn what_was_registered_too_late_is_had_by_who_asks_again() {
+    if ucx("what_was_registered_too_late").is_none() {
+        return;
+    }
+    let (mut engine, held_up) = late_engine("kvf-late-ucx");
+    let mut memory = filled(2, Cache::BYTES as usize);
+    let pool = Arc::new(register(2, &mut memory));
+    let e = engine.register_pool(&pool).unwrap_err();
+    assert_eq!(e.status, crate::error::Status::KVF_ERR_TRANSFER);
+    assert!(
+        e.text.contains("pool 2: ucx's thread did not answer"),
+        "{e}"
+    );
+    assert!(engine.has_pool(2));
+    drop(held_up);
+    Arc::get_mut(&mut engine).unwrap().patience = Duration::from_secs(20);
+    let key = engine.register_pool(&pool).unwrap();
+    assert!(!key.is_empty());
+    assert_eq!(engine.register_pool(&pool).unwrap(), key);
+    let kept = Arc::downgrade(&pool);
+    drop(pool);
+    let (send, receive) = channel();
+    let taken_back = !engine.unregister_pool(2, move || send.send(kept.strong_count()).unwrap());
+    assert!(taken_back && !engine.has_pool(2));
+    assert_eq!(receive.recv_timeout(Duration::from_secs(20)), Ok(0));
+    assert!(engine.close(soon()));
 }
