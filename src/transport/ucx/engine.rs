@@ -115,11 +115,14 @@ impl Engine {
         })?;
         let (ucx, address, device) = match answer.recv_timeout(config.patience) {
             Ok(begun) => begun?,
-            Err(_) => bail!(
-                KVF_ERR_UNSUPPORTED,
-                "UCX did not start within {:?}",
-                config.patience
-            ),
+            Err(_) => {
+                queue.push(Order::End(None)); // it may start yet
+                bail!(
+                    KVF_ERR_UNSUPPORTED,
+                    "UCX did not start within {:?}",
+                    config.patience
+                );
+            }
         };
         Ok(Arc::new(Self {
             ucx,

@@ -1,7 +1,7 @@
 //! What needs a UCX on this machine.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use super::*;
@@ -89,8 +89,8 @@ impl Accept for Nobody {
     fn dropped(&self, _: &'static str) {}
 }
 
-pub fn engine(name: &str, gets: bool, accept: Box<dyn Accept>) -> Arc<Engine> {
-    let config = Config {
+fn config(name: &str, gets: bool) -> Config {
+    Config {
         name: name.into(),
         affinity: Vec::new(),
         gets,
@@ -100,8 +100,11 @@ pub fn engine(name: &str, gets: bool, accept: Box<dyn Accept>) -> Arc<Engine> {
         loopback: true,
         spin: Duration::ZERO,
         patience: Duration::from_secs(20),
-    };
-    Engine::start(config, accept, || {}).unwrap()
+    }
+}
+
+pub fn engine(name: &str, gets: bool, accept: Box<dyn Accept>) -> Arc<Engine> {
+    Engine::start(config(name, gets), accept, || {}).unwrap()
 }
 
 /// An engine whose answers all come too late: nobody waits for them, and its thread is held up until the sender
@@ -140,6 +143,22 @@ fn an_ended_engine_answers_with_errors() {
     let (send, receive) = channel();
     engine.end(Some(Box::new(move || send.send(()).unwrap())));
     receive.recv_timeout(Duration::from_secs(20)).unwrap();
+}
+
+#[test]
+fn an_engine_that_starts_too_late_ends_at_once() {
+    if ucx("an_engine_that_starts_too_late").is_none() {
+        return;
+    }
+    let mut config = config("kvf-late-ucx", true);
+    config.patience = Duration::ZERO;
+    let (of_the_thread, ended) = channel::<()>();
+    let e = Engine::start(config, Box::new(Nobody), move || {
+        drop(of_the_thread.clone())
+    });
+    assert!(e.unwrap_err().text.contains("UCX did not start within 0ns"));
+    let gone = ended.recv_timeout(Duration::from_secs(20)).unwrap_err();
+    assert_eq!(gone, RecvTimeoutError::Disconnected);
 }
 
 #[test]
