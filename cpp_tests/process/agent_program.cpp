@@ -16,6 +16,8 @@
 //   metric START                         -> the metric line that starts so, or "none"
 //   differs SLOT SEED SOURCE_SLOT        -> first difference or "same"
 //   copied                               -> bytes that the CUDA double has copied in this process
+//   hold 1|0                             -> ok; whether the double executes nothing of any stream
+//   pending                              -> work that the double has not executed
 //   unregister MS | drain MS | destroy MS -> status
 #include <map>
 #include <sstream>
@@ -116,6 +118,16 @@ class Program {
       return text.empty() ? "same" : text;
     }
     if (command == "copied") return std::to_string(kvferry_test::books().copied_bytes);
+    if (command == "pending") return std::to_string(kvferry_test::books().pending_work);
+    if (command == "hold") {
+      int held = 0;
+      in >> held;
+      const auto name = "kvf_cuda_double_hold_all";
+      const auto hold = kvferry_test::Cuda::get().find<decltype(kvf_cuda_double_hold_all)>(name);
+      if (hold == nullptr) return "only the double holds streams";
+      hold(held);
+      return "ok";
+    }
     std::uint64_t ms = 0;
     in >> ms;
     if (command == "unregister") return name(cache_.unregister(std::chrono::milliseconds(ms)));
