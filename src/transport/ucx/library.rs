@@ -28,7 +28,7 @@ pub struct Library {
 /// Opened and checked; several agents share it.
 static OPENED: Mutex<Option<&'static Library>> = Mutex::new(None);
 /// One thread at a time is inside UCX's set-up, so that handlers are saved and put back in turn.
-static SETTING_UP: Mutex<()> = Mutex::new(());
+pub(super) static SETTING_UP: Mutex<()> = Mutex::new(());
 
 impl std::ops::Deref for Library {
     type Target = Ucp;

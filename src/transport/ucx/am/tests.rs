@@ -13,8 +13,9 @@ use crate::error::{Result, Status};
 use crate::memory::{Lease, LeaseTable, Pool};
 use crate::transport::pieces::{Opened, Ranges, Serving, Source};
 use crate::transport::span::tests::{Cache, filled, register, source_byte};
-use crate::transport::ucx::Engine;
+use crate::transport::ucx::rma;
 use crate::transport::ucx::tests::{Nobody, engine, soon, ucx};
+use crate::transport::ucx::{Engine, Region, UcxPath};
 use crate::transport::{DataPath, ReadJob};
 use crate::wire::{self, Body, DataHello, DataOpen, Frame};
 use crate::{bail, err};
@@ -157,11 +158,15 @@ struct Two {
 
 impl Two {
     fn new() -> Self {
+        Self::with_gets(false)
+    }
+
+    fn with_gets(gets: bool) -> Self {
         let served = Served::new();
         Self {
-            source: engine("kvf-src-ucx", false, Box::new(Serves(served.clone()))),
+            source: engine("kvf-src-ucx", gets, Box::new(Serves(served.clone()))),
             served,
-            here: engine("kvf-dst-ucx", false, Box::new(Nobody)),
+            here: engine("kvf-dst-ucx", gets, Box::new(Nobody)),
             ours: vec![0xee; 2 * Cache::BYTES as usize],
         }
     }
@@ -223,6 +228,32 @@ fn a_job_arrives_byte_for_byte_while_its_lease_holds() {
     drop(path);
     two.end();
     assert!(two.ours == Cache::expected((2, 3), source_byte, 0xee));
+}
+
+#[test]
+fn the_end_of_gets_from_a_peer_is_not_the_end_of_messages() {
+    if ucx("the_end_of_gets").is_none() {
+        return;
+    }
+    let mut two = Two::with_gets(true);
+    let leases = &two.served.leases;
+    let key = two.source.register_leases(leases).unwrap();
+    let source = rma::Source {
+        name: "agent source".into(),
+        address: two.source.address().to_vec(),
+        keys: vec![(Region::Leases, key)],
+        pools: BTreeMap::new(),
+        leases: (leases.address(), leases.bytes()),
+        nonce: leases.nonce(),
+    };
+    let gets = UcxPath::new(two.here.clone(), source, "a test".into(), LONG).unwrap();
+    let path = two.good_path();
+    path.run(&two.job()).unwrap();
+    drop(gets);
+    path.run(&two.job()).unwrap();
+    assert!(path.is_usable());
+    drop(path);
+    two.end();
 }
 
 #[test]
