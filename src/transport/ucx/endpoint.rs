@@ -153,6 +153,11 @@ impl Endpoint {
         Ok(())
     }
 
+    /// Whether it is for gets.
+    pub fn has_keys(&self) -> bool {
+        !self.keys.is_empty()
+    }
+
     /// Sends a message, in order with the others.
     pub fn send(&mut self, ucx: &'static Library, message: Box<Message>) {
         if self.ep.is_null() {

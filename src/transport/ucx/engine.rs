@@ -341,6 +341,15 @@ impl Engine {
         self.order(Order::Send(endpoint, message))
     }
 
+    /// # Errors
+    /// `KVF_ERR_TRANSFER`: why nothing goes through the endpoint any more.
+    pub(super) fn check_open(&self, endpoint: &EndpointState) -> Result<()> {
+        match endpoint.is_open() {
+            true => Ok(()),
+            false => Err(endpoint.why_closed(self.ucx)),
+        }
+    }
+
     pub(super) fn incoming(&self) -> &Arc<Incoming> {
         &self.incoming
     }

@@ -331,11 +331,15 @@ impl Progress {
         }
     }
 
-    /// Without keys, by the endpoint that there is to the address: UCX may reset a connection that is made
-    /// while an earlier one to the same worker ends. So these stay until they fail.
+    /// Without keys, by the endpoint without keys that there is to the address: UCX may reset a connection that
+    /// is made while an earlier one to the same worker ends. So these stay until they fail; one with keys ends
+    /// with its path.
     fn connect(&mut self, peer: Peer) -> Result<(u64, Arc<EndpointState>)> {
         let known = self.endpoints.iter().find(|(_, endpoint)| {
-            peer.keys.is_empty() && endpoint.state.is_open() && endpoint.address == peer.address
+            peer.keys.is_empty()
+                && !endpoint.has_keys()
+                && endpoint.state.is_open()
+                && endpoint.address == peer.address
         });
         if let Some((id, endpoint)) = known {
             return Ok((*id, endpoint.state.clone()));

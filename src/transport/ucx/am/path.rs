@@ -122,10 +122,13 @@ impl MessagePath {
 
     fn channel(&self) -> Result<OpenChannel<'_>> {
         let (incoming, link) = (self.engine.incoming(), &self.link);
-        Ok(OpenChannel {
+        let channel = OpenChannel {
             channel: incoming.open_channel(link.endpoint, link.secret)?,
             engine: &self.engine,
-        })
+        };
+        // An endpoint that ends says so first and tells the channels then: one opened later hears nothing.
+        self.engine.check_open(&link.state)?;
+        Ok(channel)
     }
 
     /// `coming` keeps what the channel may write until the caller has closed it.

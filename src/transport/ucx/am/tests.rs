@@ -1,5 +1,7 @@
 //! Messages between two engines of this process.
 
+mod endpoints;
+
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
@@ -13,9 +15,8 @@ use crate::error::{Result, Status};
 use crate::memory::{Lease, LeaseTable, Pool};
 use crate::transport::pieces::{Opened, Ranges, Serving, Source};
 use crate::transport::span::tests::{Cache, filled, register, source_byte};
-use crate::transport::ucx::rma;
+use crate::transport::ucx::Engine;
 use crate::transport::ucx::tests::{Nobody, engine, soon, ucx};
-use crate::transport::ucx::{Engine, Region, UcxPath};
 use crate::transport::{DataPath, ReadJob};
 use crate::wire::{self, Body, DataHello, DataOpen, Frame};
 use crate::{bail, err};
@@ -228,32 +229,6 @@ fn a_job_arrives_byte_for_byte_while_its_lease_holds() {
     drop(path);
     two.end();
     assert!(two.ours == Cache::expected((2, 3), source_byte, 0xee));
-}
-
-#[test]
-fn the_end_of_gets_from_a_peer_is_not_the_end_of_messages() {
-    if ucx("the_end_of_gets").is_none() {
-        return;
-    }
-    let mut two = Two::with_gets(true);
-    let leases = &two.served.leases;
-    let key = two.source.register_leases(leases).unwrap();
-    let source = rma::Source {
-        name: "agent source".into(),
-        address: two.source.address().to_vec(),
-        keys: vec![(Region::Leases, key)],
-        pools: BTreeMap::new(),
-        leases: (leases.address(), leases.bytes()),
-        nonce: leases.nonce(),
-    };
-    let gets = UcxPath::new(two.here.clone(), source, "a test".into(), LONG).unwrap();
-    let path = two.good_path();
-    path.run(&two.job()).unwrap();
-    drop(gets);
-    path.run(&two.job()).unwrap();
-    assert!(path.is_usable());
-    drop(path);
-    two.end();
 }
 
 #[test]
