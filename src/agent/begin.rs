@@ -77,7 +77,7 @@ pub(super) fn import(
     check_wants(&wants, &layout, &state)?;
     resolve_ends(&mut wants, &ticket)?;
     let wants = Arc::new(wants);
-    let slots = written_slots(&wants, &layout)?;
+    let slots: Arc<[_]> = written_slots(&wants, &layout)?.into();
     check_owned_only(&desc.owned_only, &slots, &state)?;
 
     // Bind what the ticket tells; other source ranks are asked by the control thread.
@@ -278,7 +278,7 @@ fn end_here(shared: &Arc<Shared>, cell: &Arc<ImportCell>, jobs: &[NewJob], end: 
     cell.settle();
     let idle = {
         let mut state = shared.lock();
-        state.slots.end_write(cell.cell.id, &cell.slots);
+        state.slots.end_write(cell.cell.id);
         state.leave_pools(&cell.pools)
     };
     cell.cell.end_safe(end);

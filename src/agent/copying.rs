@@ -19,6 +19,9 @@ use crate::transport::{DataPath, ReadJob};
 /// Copies less than this are not worth a second worker, in bytes.
 const SHARE_BYTES: u64 = 512 << 10;
 
+/// Workers may be called for jobs up to this size by the call that begins them.
+const EARLY_BYTES: u64 = 256 << 10;
+
 /// One job of an import, in shares: each is worked on by a worker, or by a caller's thread that
 /// waits for the import.
 pub(super) struct Run {
@@ -75,8 +78,9 @@ impl Run {
     }
 
     /// As [`Self::submit`], by the call that begins the import, which the control thread hears of
-    /// by `tell` before it hears of its end. A caller who may wait for the import is left one
-    /// share; the control thread gives it to a worker if it comes first.
+    /// by `tell` before it hears of its end. Workers are called now only for a small job of somebody
+    /// who will hardly wait for it: a call takes its time, which who waits has, and for what is
+    /// large the control thread's does not count.
     pub fn submit_early(
         self,
         shared: &Arc<Shared>,
@@ -85,11 +89,12 @@ impl Run {
         tell: impl FnOnce(),
     ) {
         let run = self.divide(shared, cell, parts);
-        // Who observes is told, and who did not wait last time will hardly do so now.
-        let waits = !cell.cell.is_observed() && shared.callers_wait.load(Ordering::Relaxed);
-        let for_caller = usize::from(run.joinable && waits);
+        let waits = run.joinable && shared.callers_wait.load(Ordering::Relaxed);
+        let later = waits || run.job.bytes() > EARLY_BYTES;
         tell();
-        run.call_workers(shared, cell, for_caller);
+        if !later {
+            run.call_workers(shared, cell, 0);
+        }
     }
 
     fn divide(mut self, shared: &Shared, cell: &ImportCell, parts: &[usize]) -> Arc<Self> {
@@ -97,8 +102,9 @@ impl Run {
         let workers = shared.workers.count().min(self.path.most_workers()) as u64;
         let shares = self.job.bytes().div_ceil(SHARE_BYTES).clamp(1, workers) as usize;
         self.job.shared_by(shares);
-        // With an affinity the caller has said where copies are to be made.
-        self.joinable = shared.config.affinity.is_empty() && self.path.may_be_joined(&self.job);
+        // With an affinity the caller has said where copies are to be made; who observes is told.
+        let may_wait = shared.config.affinity.is_empty() && !cell.cell.is_observed();
+        self.joinable = may_wait && self.path.may_be_joined(&self.job);
         (self.open, self.left) = (AtomicUsize::new(shares), AtomicUsize::new(shares));
         let run = Arc::new(self);
         lock(&cell.runs).push(run.clone());

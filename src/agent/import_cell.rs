@@ -36,7 +36,7 @@ pub(super) struct ImportCell {
     pub submitted: Mutex<Vec<bool>>,
     pub transport: Mutex<&'static str>,
     pub aux: Mutex<Vec<u8>>,
-    pub slots: Vec<GroupSlots>,
+    pub slots: Arc<[GroupSlots]>,
     pub pools: Vec<u32>,
     pub times: Arc<Times>,
     pub elapsed_ns: AtomicU64,
@@ -74,8 +74,8 @@ impl ImportCell {
         *self.decider.get_or_init(|| who) == who
     }
 
-    /// Waits for the outcome. Whoever has time for it takes the place of workers that have not
-    /// begun, which saves the time to wake them.
+    /// Waits for the outcome. Who has time for it takes the place of a worker, which saves the time
+    /// to wake it.
     pub fn wait(self: &Arc<Self>, shared: &Arc<Shared>, timeout: Duration) -> Status {
         if timeout < A_PIECE || self.cell.poll() != Status::KVF_IN_PROGRESS {
             return self.cell.wait(timeout);
@@ -86,8 +86,12 @@ impl ImportCell {
         let until = until.unwrap_or(begin + A_LONG_TIME);
         while let Some(run) = self.open_run()
             && Instant::now() < until
-            && run.join(shared, self, until)
-        {}
+        {
+            run.call_workers(shared, self, 1); // this thread is one
+            if !run.join(shared, self, until) {
+                break;
+            }
+        }
         self.cell.wait(timeout.saturating_sub(begin.elapsed()))
     }
 
@@ -97,7 +101,7 @@ impl ImportCell {
 
     /// The slots may be written by others again; before that is said to anybody.
     pub fn free_slots(&self, shared: &Shared) {
-        shared.lock().slots.end_write(self.cell.id, &self.slots);
+        shared.lock().slots.end_write(self.cell.id);
     }
 
     /// Counts and tells the outcome; `safe`: also that the slots may be reused.

@@ -343,7 +343,7 @@ impl Agent {
         for cell in cells {
             let (outcome, _, safe, _) = cell.cell.look();
             if outcome != Outcome::Pending && !safe {
-                for (group, slots) in &cell.slots {
+                for (group, slots) in &*cell.slots {
                     held.extend(slots.iter().map(|slot| (cell.cell.id, *group, *slot)));
                 }
             }

@@ -51,7 +51,7 @@ pub(super) fn receive(
     let own = state.engine()?;
     let layout = own.info.ranks[own.index].layout.clone();
     check_wants(&wants, &layout, &state)?;
-    let slots = written_slots(&wants, &layout)?;
+    let slots: Arc<[_]> = written_slots(&wants, &layout)?.into();
     check_owned_only(&desc.owned_only, &slots, &state)?;
     let pools = state.pools_of(groups_of(&wants).into_iter());
     state.use_pools(&pools)?;

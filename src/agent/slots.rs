@@ -1,6 +1,7 @@
 //! Who uses which slot: publications read it, at most one transfer writes it.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::bail;
 use crate::error::Result;
@@ -8,16 +9,67 @@ use crate::ids::Key;
 use crate::layout::{Group, Layout};
 use crate::plan::unknown_slot;
 
-/// Set in a word whose slot is the destination of a transfer; the other bits are its id. Without
-/// it the word counts publications.
-const WRITER: u64 = 1 << 63;
-
-/// One word for each slot of each group.
+/// The slots of each group.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
-    groups: Vec<Vec<u64>>,
-    /// Keys of the writers, to name them.
-    writers: BTreeMap<u64, Key>,
+    groups: Vec<Uses>,
+    /// What transfers write. A slot does not name its writer, which is looked for here when it
+    /// stands in somebody's way.
+    writers: BTreeMap<u64, Writer>,
+}
+
+/// How the slots of one group are used. Thousands of them are looked up in one call, with caches
+/// that a copy has emptied: that is why there are bits beside the counts.
+#[derive(Debug, Default)]
+struct Uses {
+    written: Bits,
+    /// Slots whose count is not 0.
+    read: Bits,
+    /// Publications.
+    readers: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct Writer {
+    key: Key,
+    slots: Arc<[GroupSlots]>,
+}
+
+/// One bit for each slot.
+#[derive(Debug, Default)]
+struct Bits(Vec<u64>);
+
+impl Bits {
+    fn new(count: usize) -> Self {
+        Self(vec![0; count.div_ceil(64)])
+    }
+
+    /// The word of a slot and its bit there; a bit beyond the last slot is nobody's.
+    #[inline]
+    fn of(&mut self, slot: u32) -> Option<(&mut u64, u64)> {
+        let word = self.0.get_mut(slot as usize / 64)?;
+        Some((word, 1 << (slot % 64)))
+    }
+
+    #[inline]
+    fn get(&self, slot: u32) -> bool {
+        let word = self.0.get(slot as usize / 64);
+        word.is_some_and(|word| word >> (slot % 64) & 1 == 1)
+    }
+
+    #[inline]
+    fn set(&mut self, slot: u32) {
+        if let Some((word, bit)) = self.of(slot) {
+            *word |= bit;
+        }
+    }
+
+    #[inline]
+    fn clear(&mut self, slot: u32) {
+        if let Some((word, bit)) = self.of(slot) {
+            *word &= !bit;
+        }
+    }
 }
 
 /// Slots of one group, `-1` entries left out.
@@ -60,16 +112,49 @@ pub(super) fn check_first(
     Ok(())
 }
 
+impl Uses {
+    fn new(count: usize) -> Self {
+        Self {
+            written: Bits::new(count),
+            read: Bits::new(count),
+            readers: vec![0; count],
+        }
+    }
+
+    fn count(&self) -> usize {
+        self.readers.len()
+    }
+
+    /// Makes the slots written, up to the first one that may not be, whose place is told.
+    fn write(&mut self, slots: &[u32]) -> Option<usize> {
+        let count = self.count();
+        // Thousands of slots while the lock is held: nothing else in this loop.
+        slots.iter().position(|slot| {
+            let free = (*slot as usize) < count && !self.read.get(*slot);
+            match self.written.of(*slot) {
+                Some((word, bit)) if free && *word & bit == 0 => {
+                    *word |= bit;
+                    false
+                }
+                _ => true,
+            }
+        })
+    }
+
+    fn unwrite(&mut self, slots: &[u32]) {
+        for slot in slots {
+            self.written.clear(*slot);
+        }
+    }
+}
+
 impl Slots {
     /// All slots of the layout, free.
     pub fn new(layout: &Layout) -> Self {
         let count = |g: &Group| g.views.iter().map(|v| v.slots).min().unwrap_or(0);
+        let groups = layout.groups.iter();
         Self {
-            groups: layout
-                .groups
-                .iter()
-                .map(|g| vec![0; count(g) as usize])
-                .collect(),
+            groups: groups.map(|g| Uses::new(count(g) as usize)).collect(),
             writers: BTreeMap::new(),
         }
     }
@@ -78,65 +163,49 @@ impl Slots {
     ///
     /// # Errors
     /// `KVF_ERR_OUT_OF_RANGE`, `KVF_ERR_DUPLICATE`, or `KVF_ERR_SLOT_BUSY` naming the holder.
-    pub fn begin_write(&mut self, transfer: u64, key: Key, slots: &[GroupSlots]) -> Result<()> {
-        let word = WRITER | transfer;
+    pub fn begin_write(
+        &mut self,
+        transfer: u64,
+        key: Key,
+        slots: &Arc<[GroupSlots]>,
+    ) -> Result<()> {
         for (at, (group, list)) in slots.iter().enumerate() {
-            let words = self.words(*group);
-            // Thousands of slots while the lock is held: nothing else in this loop.
-            let refused = list
-                .iter()
-                .position(|slot| match words.get_mut(*slot as usize) {
-                    Some(held) if *held == 0 => {
-                        *held = word;
-                        false
-                    }
-                    _ => true,
-                });
-            if let Some(i) = refused {
-                let held = self.word(*group, list[i]).map(|held| *held);
-                self.undo_write(&slots[..at], (*group, &list[..i]));
-                let (held, slot) = (held?, list[i]);
-                if held == word {
+            let Some(uses) = self.groups.get_mut(*group as usize) else {
+                self.unwrite(&slots[..at]);
+                return self.check(*group, 0);
+            };
+            if let Some(i) = uses.write(list) {
+                uses.unwrite(&list[..i]);
+                self.unwrite(&slots[..at]);
+                let slot = list[i];
+                self.check(*group, i64::from(slot))?;
+                if given_before(slots, at, i) {
                     bail!(
                         KVF_ERR_DUPLICATE,
                         "slot {slot} of group {group} is given twice as a destination"
                     );
                 }
-                bail!(
-                    KVF_ERR_SLOT_BUSY,
-                    "slot {slot} of group {group} is {}",
-                    self.describe(held)
-                );
+                return self.busy(*group, slot);
             }
         }
-        self.writers.insert(transfer, key);
+        let slots = slots.clone();
+        self.writers.insert(transfer, Writer { key, slots });
         Ok(())
     }
 
-    fn undo_write(&mut self, whole: &[GroupSlots], part: (u32, &[u32])) {
-        let parts = whole.iter().map(|(g, l)| (*g, l.as_slice()));
-        for (group, list) in parts.chain([part]) {
-            for slot in list {
-                if let Ok(held) = self.word(group, *slot) {
-                    *held = 0;
-                }
+    fn unwrite(&mut self, slots: &[GroupSlots]) {
+        for (group, list) in slots {
+            if let Some(uses) = self.groups.get_mut(*group as usize) {
+                uses.unwrite(list);
             }
         }
     }
 
-    /// Frees the slots of a transfer.
-    pub fn end_write(&mut self, transfer: u64, slots: &[GroupSlots]) {
-        for (group, list) in slots {
-            let words = self.words(*group);
-            for slot in list {
-                if let Some(held) = words.get_mut(*slot as usize)
-                    && *held == WRITER | transfer
-                {
-                    *held = 0;
-                }
-            }
+    /// Frees the slots of a transfer; once.
+    pub fn end_write(&mut self, transfer: u64) {
+        if let Some(writer) = self.writers.remove(&transfer) {
+            self.unwrite(&writer.slots);
         }
-        self.writers.remove(&transfer);
     }
 
     /// Adds a reader to all the slots, or changes nothing.
@@ -145,26 +214,23 @@ impl Slots {
     /// `KVF_ERR_OUT_OF_RANGE`, or `KVF_ERR_SLOT_BUSY` naming the writing transfer.
     pub fn begin_read(&mut self, slots: &[GroupSlots]) -> Result<()> {
         for (group, list) in slots {
-            let words = self.words(*group);
-            let is_free = |slot: &u32| {
-                words
-                    .get(*slot as usize)
-                    .is_some_and(|held| held & WRITER == 0)
+            let uses = self.groups.get(*group as usize);
+            let readable = |slot: &u32| {
+                uses.is_some_and(|u| (*slot as usize) < u.count() && !u.written.get(*slot))
             };
-            if let Some(slot) = list.iter().find(|slot| !is_free(slot)) {
-                let held = *self.word(*group, *slot)?;
-                bail!(
-                    KVF_ERR_SLOT_BUSY,
-                    "slot {slot} of group {group} is {}",
-                    self.describe(held)
-                );
+            if let Some(slot) = list.iter().find(|slot| !readable(slot)) {
+                self.check(*group, i64::from(*slot))?;
+                return self.busy(*group, *slot);
             }
         }
         for (group, list) in slots {
-            let words = self.words(*group);
+            let Some(uses) = self.groups.get_mut(*group as usize) else {
+                continue;
+            };
             for slot in list {
-                if let Some(held) = words.get_mut(*slot as usize) {
-                    *held += 1;
+                if let Some(readers) = uses.readers.get_mut(*slot as usize) {
+                    *readers += 1;
+                    uses.read.set(*slot);
                 }
             }
         }
@@ -174,12 +240,15 @@ impl Slots {
     /// Takes a reader from the slots.
     pub fn end_read(&mut self, slots: &[GroupSlots]) {
         for (group, list) in slots {
-            let words = self.words(*group);
+            let Some(uses) = self.groups.get_mut(*group as usize) else {
+                continue;
+            };
             for slot in list {
-                if let Some(held) = words.get_mut(*slot as usize)
-                    && *held & WRITER == 0
-                {
-                    *held = held.saturating_sub(1);
+                if let Some(readers) = uses.readers.get_mut(*slot as usize) {
+                    *readers = readers.saturating_sub(1);
+                    if *readers == 0 {
+                        uses.read.clear(*slot);
+                    }
                 }
             }
         }
@@ -187,27 +256,27 @@ impl Slots {
 
     /// Checks that a slot exists.
     pub fn check(&self, group: u32, slot: i64) -> Result<()> {
-        let Some(words) = self.groups.get(group as usize) else {
+        let Some(uses) = self.groups.get(group as usize) else {
             bail!(
                 KVF_ERR_OUT_OF_RANGE,
                 "group {group} of a layout with {} groups",
                 self.groups.len()
             );
         };
-        if usize::try_from(slot).is_ok_and(|slot| slot < words.len()) {
+        if usize::try_from(slot).is_ok_and(|slot| slot < uses.count()) {
             return Ok(());
         }
         bail!(
             KVF_ERR_OUT_OF_RANGE,
             "slot {slot} of group {group}, which has {} slots",
-            words.len()
+            uses.count()
         );
     }
 
     /// Slots of a group.
     pub fn count(&self, group: u32) -> u32 {
-        let words = self.groups.get(group as usize).map_or(0, Vec::len);
-        u32::try_from(words).unwrap_or(u32::MAX)
+        let count = self.groups.get(group as usize).map_or(0, Uses::count);
+        u32::try_from(count).unwrap_or(u32::MAX)
     }
 
     /// Checks that all slots of a table exist; -1 is none.
@@ -218,34 +287,39 @@ impl Slots {
         }
     }
 
-    fn words(&mut self, group: u32) -> &mut [u64] {
-        self.groups
-            .get_mut(group as usize)
-            .map_or(&mut [], Vec::as_mut_slice)
+    /// Names who uses a slot.
+    fn busy(&self, group: u32, slot: u32) -> Result<()> {
+        let readers = self.groups.get(group as usize).map(|uses| &uses.readers);
+        match readers.and_then(|readers| readers.get(slot as usize)) {
+            Some(0) | None => {}
+            Some(n) => bail!(
+                KVF_ERR_SLOT_BUSY,
+                "slot {slot} of group {group} is in {n} publication(s); wait for their end or \
+                 release them"
+            ),
+        }
+        let writes = |writer: &Writer| {
+            let mut lists = writer.slots.iter();
+            lists.any(|(of, list)| *of == group && list.contains(&slot))
+        };
+        match self.writers.iter().find(|(_, writer)| writes(writer)) {
+            Some((transfer, Writer { key, .. })) => bail!(
+                KVF_ERR_SLOT_BUSY,
+                "slot {slot} of group {group} is the destination of transfer {transfer} ({key})"
+            ),
+            None => bail!(
+                KVF_ERR_INTERNAL,
+                "slot {slot} of group {group} is written by nobody"
+            ),
+        }
     }
+}
 
-    fn word(&mut self, group: u32, slot: u32) -> Result<&mut u64> {
-        self.check(group, i64::from(slot))?;
-        match self
-            .groups
-            .get_mut(group as usize)
-            .and_then(|g| g.get_mut(slot as usize))
-        {
-            Some(word) => Ok(word),
-            None => bail!(KVF_ERR_OUT_OF_RANGE, "slot {slot} of group {group}"),
-        }
-    }
-
-    fn describe(&self, held: u64) -> String {
-        if held & WRITER == 0 {
-            return format!("in {held} publication(s); wait for their end or release them");
-        }
-        let transfer = held & !WRITER;
-        match self.writers.get(&transfer) {
-            Some(key) => format!("the destination of transfer {transfer} ({key})"),
-            None => format!("the destination of transfer {transfer}"),
-        }
-    }
+/// Whether the slot at `i` of the list at `at` was named before it.
+fn given_before(slots: &[GroupSlots], at: usize, i: usize) -> bool {
+    let (group, list) = &slots[at];
+    let mut whole = slots[..at].iter().filter(|(of, _)| of == group);
+    list[..i].contains(&list[i]) || whole.any(|(_, earlier)| earlier.contains(&list[i]))
 }
 
 #[cfg(test)]
@@ -255,7 +329,7 @@ mod tests {
 
     fn slots() -> Slots {
         Slots {
-            groups: vec![vec![0; 4], vec![0; 2]],
+            groups: vec![Uses::new(4), Uses::new(2)],
             writers: BTreeMap::new(),
         }
     }
@@ -268,26 +342,60 @@ mod tests {
     #[test]
     fn a_destination_has_one_writer_and_names_it() {
         let mut s = slots();
-        s.begin_write(12, KEY, &[(0, vec![1, 2]), (1, vec![0])])
+        s.begin_write(12, KEY, &[(0, vec![1, 2]), (1, vec![0])].into())
             .unwrap();
-        let err = s.begin_write(13, KEY, &[(0, vec![3, 2])]).unwrap_err();
+        let err = s
+            .begin_write(13, KEY, &[(0, vec![3, 2])].into())
+            .unwrap_err();
         assert_eq!(err.status, KVF_ERR_SLOT_BUSY);
         assert_eq!(
             err.text,
             "slot 2 of group 0 is the destination of transfer 12 (request 7 attempt 1)"
         );
         // The refused call left slot 3 free.
-        s.begin_write(14, KEY, &[(0, vec![3])]).unwrap();
-        s.end_write(12, &[(0, vec![1, 2]), (1, vec![0])]);
-        s.begin_write(15, KEY, &[(0, vec![2])]).unwrap();
+        s.begin_write(14, KEY, &[(0, vec![3])].into()).unwrap();
+        s.end_write(12);
+        s.begin_write(15, KEY, &[(0, vec![2])].into()).unwrap();
+    }
+
+    #[test]
+    fn what_was_written_and_read_is_free_afterwards() {
+        let mut s = slots();
+        let all = [(0, vec![0, 1, 2, 3])];
+        s.begin_write(1, KEY, &all.clone().into()).unwrap();
+        s.end_write(1);
+        // One is written again, one read twice, one is refused together with one that is in use.
+        s.begin_write(2, KEY, &[(0, vec![0])].into()).unwrap();
+        s.begin_read(&[(0, vec![1])]).unwrap();
+        s.begin_read(&[(0, vec![1])]).unwrap();
+        let err = s
+            .begin_write(3, KEY, &[(0, vec![2, 0])].into())
+            .unwrap_err();
+        assert!(err.text.contains("the destination of transfer 2"), "{err}");
+        let err = s
+            .begin_write(3, KEY, &[(0, vec![3, 3])].into())
+            .unwrap_err();
+        assert_eq!(err.status, KVF_ERR_DUPLICATE);
+        let err = s.begin_read(&[(0, vec![0])]).unwrap_err();
+        assert!(err.text.contains("the destination of transfer 2"), "{err}");
+        let err = s.begin_write(3, KEY, &[(0, vec![1])].into()).unwrap_err();
+        assert!(err.text.contains("in 2 publication(s)"), "{err}");
+        s.begin_write(3, KEY, &[(0, vec![2, 3])].into()).unwrap();
+        s.end_write(2);
+        s.end_write(3);
+        s.end_read(&[(0, vec![1, 1])]);
+        s.begin_write(4, KEY, &all.into()).unwrap();
+        assert_eq!(s.writers.len(), 1);
     }
 
     #[test]
     fn a_slot_given_twice_is_refused_and_all_stay_free() {
         let mut s = slots();
-        let err = s.begin_write(1, KEY, &[(0, vec![1, 3, 1])]).unwrap_err();
+        let err = s
+            .begin_write(1, KEY, &[(0, vec![1, 3, 1])].into())
+            .unwrap_err();
         assert_eq!(err.status, KVF_ERR_DUPLICATE);
-        s.begin_write(2, KEY, &[(0, vec![1, 3])]).unwrap();
+        s.begin_write(2, KEY, &[(0, vec![1, 3])].into()).unwrap();
     }
 
     #[test]
@@ -295,25 +403,38 @@ mod tests {
         let mut s = slots();
         s.begin_read(&[(0, vec![1, 1])]).unwrap();
         s.end_read(&[(0, vec![1])]);
-        let err = s.begin_write(1, KEY, &[(0, vec![1])]).unwrap_err();
+        let err = s.begin_write(1, KEY, &[(0, vec![1])].into()).unwrap_err();
         assert!(err.text.contains("in 1 publication(s)"), "{err}");
         s.end_read(&[(0, vec![1])]);
-        s.begin_write(1, KEY, &[(0, vec![1])]).unwrap();
+        s.begin_write(1, KEY, &[(0, vec![1])].into()).unwrap();
         let err = s.begin_read(&[(0, vec![0, 1])]).unwrap_err();
         assert_eq!(err.status, KVF_ERR_SLOT_BUSY);
-        s.begin_write(2, KEY, &[(0, vec![0])]).unwrap();
+        s.begin_write(2, KEY, &[(0, vec![0])].into()).unwrap();
     }
 
     #[test]
     fn ranges_are_checked() {
         let mut s = slots();
-        let err = s.begin_write(1, KEY, &[(0, vec![0, 4])]).unwrap_err();
+        for (group, slot) in [(0, 63), (0, 64), (0, u32::MAX), (1, 2), (2, 0)] {
+            let err = s
+                .begin_write(1, KEY, &[(0, vec![3]), (group, vec![slot])].into())
+                .unwrap_err();
+            assert_eq!(err.status, KVF_ERR_OUT_OF_RANGE, "{err}");
+            let err = s.begin_read(&[(0, vec![3]), (group, vec![slot])]);
+            assert_eq!(err.unwrap_err().status, KVF_ERR_OUT_OF_RANGE);
+        }
+        // All stayed free.
+        s.begin_write(1, KEY, &[(0, vec![3])].into()).unwrap();
+        s.end_write(1);
+        let err = s
+            .begin_write(1, KEY, &[(0, vec![0, 4])].into())
+            .unwrap_err();
         assert_eq!(err.status, KVF_ERR_OUT_OF_RANGE);
         assert_eq!(err.text, "slot 4 of group 0, which has 4 slots");
         assert_eq!(
             s.begin_read(&[(2, vec![0])]).unwrap_err().status,
             KVF_ERR_OUT_OF_RANGE
         );
-        s.begin_write(2, KEY, &[(0, vec![0])]).unwrap();
+        s.begin_write(2, KEY, &[(0, vec![0])].into()).unwrap();
     }
 }
