@@ -1,4 +1,5 @@
-//! The threads that copy: a job on workers, or inside the call that begins it, and its end.
+//! The threads that copy: a job on workers, on callers that wait for it, or inside the call that
+//! begins it; and its end.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -78,9 +79,9 @@ impl Run {
     }
 
     /// As [`Self::submit`], by the call that begins the import, which the control thread hears of
-    /// by `tell` before it hears of its end. Workers are called now only for a small job of somebody
-    /// who will hardly wait for it: a call takes its time, which who waits has, and for what is
-    /// large the control thread's does not count.
+    /// by `tell` before it hears of its end. Waking a worker would lengthen that call: it is done
+    /// here only for a small job whose caller will hardly wait for it. Otherwise that caller does it
+    /// when it waits, or the control thread when it comes to the import.
     pub fn submit_early(
         self,
         shared: &Arc<Shared>,
