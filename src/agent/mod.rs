@@ -29,6 +29,7 @@ mod paths;
 mod peers;
 mod pools;
 mod publish;
+mod pushed;
 mod reach;
 mod reader;
 mod registration;
