@@ -38,7 +38,7 @@ pub(super) struct NewJob {
     pub parts: Vec<usize>,
     /// The source's stream has not come so far: its word has to be waited for.
     pub gated: bool,
-    /// The begin call has called workers for it.
+    /// The begin call has made its run: workers, or a caller that waits, may be at work on it.
     pub started: bool,
 }
 

@@ -59,11 +59,6 @@ impl Asking {
         Ok(Some(batch))
     }
 
-    /// Whether there is nothing more to ask for.
-    pub fn is_all(&self) -> bool {
-        self.all
-    }
-
     /// Takes a batch back, for the next one.
     pub fn give_back(&mut self, batch: Batch) {
         self.spare.push(batch);

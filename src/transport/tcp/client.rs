@@ -332,15 +332,15 @@ impl Asked {
         outcome.map_err(Fault::Io)
     }
 
-    /// Every answer was asked for, is small and goes to host memory: a caller's thread may take
-    /// them.
+    /// What was asked for is the whole of a small job, and goes to host memory: a caller's thread
+    /// may take it.
     fn is_small(&self, job: &ReadJob) -> bool {
         let mut shapes = self.batches.iter().flat_map(Batch::shapes);
         let on_host = shapes.all(|(shape, _)| {
             let pool = job.pool(shape.dst_pool);
             pool.is_some_and(|pool| !pool.is_device())
         });
-        on_host && self.asking.is_all() && job.bytes() <= SMALL_BYTES
+        on_host && job.bytes() <= SMALL_BYTES
     }
 }
 
