@@ -304,10 +304,8 @@ fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>, peer: &str)
         return naming(End::new(e.status, e.text), peer);
     }
     if job.moved() < job.bytes() {
-        return End::new(
-            Status::KVF_ERR_CANCELLED,
-            format!("stopped after {} of {} bytes", job.moved(), job.bytes()),
-        );
+        let text = format!("stopped after {} of {} bytes", job.moved(), job.bytes());
+        return naming(End::new(Status::KVF_ERR_CANCELLED, text), peer);
     }
     fault::point("before_attest");
     let attested = path.attest(job);
@@ -315,14 +313,14 @@ fn finish(path: &dyn DataPath, job: &ReadJob, failed: Option<Error>, peer: &str)
     match attested {
         Ok(true) => End::ok(),
         Ok(false) if fault::deviates("skip_attest") => End::ok(),
-        Ok(false) => End::new(
-            Status::KVF_ERR_EXPIRED,
-            format!(
+        Ok(false) => {
+            let text = format!(
                 "the publication had ended before the last of {} bytes was attested: its lease ran \
                  out, it was released, or its readers had finished",
                 job.bytes()
-            ),
-        ),
+            );
+            naming(End::new(Status::KVF_ERR_EXPIRED, text), peer)
+        }
         Err(e) => naming(End::new(e.status, e.text), peer),
     }
 }

@@ -117,7 +117,8 @@ impl ImportCell {
 
     /// Lets go of the jobs, and with them of the pools: nothing is copied any more.
     pub fn settle(&self) {
-        drop(std::mem::take(&mut *lock(&self.runs)));
+        let runs = std::mem::take(&mut *lock(&self.runs));
+        drop(runs); // not under the lock: with the last of a pool its memory may be unmapped
         let mut jobs = lock(&self.jobs);
         for job in jobs.drain(..) {
             self.settled.fetch_add(job.moved(), Ordering::Relaxed);

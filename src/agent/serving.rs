@@ -211,7 +211,7 @@ fn serve_on_thread(
         "{}-d{number}",
         super::setup::thread_name(&shared.config.name)
     );
-    let thread = spawn(name, &shared.config.affinity, move || {
+    let serving = move || {
         let serving = &source.shared;
         let limits = Serving {
             stall: serving.config.timeouts.peer_silence,
@@ -223,14 +223,21 @@ fn serve_on_thread(
                 .debug(format_args!("a data connection ended: {e}"));
         }
         lock(&serving.data.inner).open.remove(&number);
-    });
-    match thread {
+    };
+    // Held until the thread is in the list: `close` either finds it there, or has said before that
+    // no more are to come.
+    let mut inner = lock(&shared.data.inner);
+    if inner.closed {
+        inner.open.remove(&number);
+        bail!(KVF_ERR_SHUTDOWN, "the agent ends");
+    }
+    match spawn(name, &shared.config.affinity, serving) {
         Ok(thread) => {
-            lock(&shared.data.inner).threads.push(thread);
+            inner.threads.push(thread);
             Ok(())
         }
         Err(e) => {
-            lock(&shared.data.inner).open.remove(&number);
+            inner.open.remove(&number);
             Err(e)
         }
     }

@@ -52,6 +52,18 @@ struct Queue {
     closed: bool,
 }
 
+impl Queue {
+    /// Tasks wait only because threads are stalled, of which there are `count` without spare ones.
+    fn lacks_a_thread(&self, count: usize) -> bool {
+        let free = self.running.saturating_sub(self.stalled);
+        !self.closed
+            && !self.tasks.is_empty()
+            && self.idle == 0
+            && free < count
+            && self.running < count + MAX_SPARE
+    }
+}
+
 thread_local! {
     /// The pool of a worker thread.
     static POOL: RefCell<Weak<Shared>> = const { RefCell::new(Weak::new()) };
@@ -134,8 +146,9 @@ impl Workers {
             }),
         };
         for i in 0..count {
+            let mut threads = workers.shared.threads();
             workers.shared.lock().running += 1;
-            workers.shared.add_thread(format!("w{i}"))?;
+            workers.shared.add_thread(&mut threads, format!("w{i}"))?;
         }
         Ok(workers)
     }
@@ -226,7 +239,7 @@ impl Shared {
     }
 
     /// Starts a thread that is counted as running already.
-    fn add_thread(self: &Arc<Self>, suffix: String) -> Result<()> {
+    fn add_thread(self: &Arc<Self>, threads: &mut Vec<Thread>, suffix: String) -> Result<()> {
         let shared = self.clone();
         let body = move || {
             POOL.set(Arc::downgrade(&shared));
@@ -238,7 +251,6 @@ impl Shared {
             }
         };
         let thread = spawn(format!("{}-{suffix}", self.name), &self.affinity, body)?;
-        let mut threads = self.threads();
         threads.retain(|thread| !thread.is_finished());
         threads.push(thread);
         Ok(())
@@ -246,22 +258,22 @@ impl Shared {
 
     /// Starts a thread if tasks wait only because others are stalled.
     fn replace_stalled(self: &Arc<Self>) {
+        if !self.lock().lacks_a_thread(self.count) {
+            return;
+        }
+        // Held until the thread is in the list: `close` either finds it there, or has said before
+        // that no more are to come.
+        let mut threads = self.threads();
         let number = {
             let mut queue = self.lock();
-            let free = queue.running.saturating_sub(queue.stalled);
-            if queue.closed
-                || queue.tasks.is_empty()
-                || queue.idle > 0
-                || free >= self.count
-                || queue.running >= self.count + MAX_SPARE
-            {
+            if !queue.lacks_a_thread(self.count) {
                 return;
             }
             queue.running += 1;
             queue.spare = queue.spare.wrapping_add(1);
             queue.spare
         };
-        if self.add_thread(format!("s{number}")).is_err() {
+        if self.add_thread(&mut threads, format!("s{number}")).is_err() {
             // No worse than before: the tasks wait for the stalled ones.
             self.lock().running -= 1;
         }
@@ -324,6 +336,30 @@ mod tests {
         hold.send(()).unwrap();
         assert!(workers.close(soon()));
         assert_eq!(receive.try_iter().collect::<String>(), "cabd");
+    }
+
+    #[test]
+    fn close_waits_also_for_a_thread_that_is_only_being_started() {
+        for _ in 0..200 {
+            let workers = Arc::new(Workers::start("t", 1, &[], || {}).unwrap());
+            let (begun, begins) = channel();
+            let (hold, held) = channel::<()>();
+            workers.submit(0, move || {
+                begun.send(()).unwrap();
+                // The next task makes a spare thread necessary: now, while `close` runs.
+                stalled(|| held.recv().unwrap());
+            });
+            begins.recv().unwrap();
+            let submitter = workers.clone();
+            let other = std::thread::spawn(move || submitter.submit(0, || {}));
+            let closer = workers.clone();
+            let closing = std::thread::spawn(move || closer.close(soon()));
+            other.join().unwrap();
+            hold.send(()).unwrap();
+            assert!(closing.join().unwrap());
+            assert_eq!(workers.shared.threads().len(), 0, "not waited for");
+            assert_eq!(workers.shared.lock().running, 0);
+        }
     }
 
     #[test]
