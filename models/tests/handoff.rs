@@ -81,10 +81,11 @@ const TWO_SOURCES: Config = Config {
     ..Config::two_peers()
 };
 
+/// One request, since two of them with cancels need more than 16 GB.
 #[test]
-#[ignore = "long"]
-fn long_a_slot_in_two_publications() {
+fn a_slot_in_two_publications() {
     let shared = Config {
+        requests: 1,
         share: true,
         cancels: true,
         crashes: 0,
@@ -96,23 +97,34 @@ fn long_a_slot_in_two_publications() {
 
 #[test]
 #[ignore = "long"]
-fn long_two_peers_with_a_key_published_twice() {
-    let twice = Config {
+fn long_two_peers_with_keys_published_again() {
+    let again = Config {
+        slots: 1,
         publishes: 3,
+        imports: 3,
         crashes: 0,
         restarts: 0,
         ..Config::two_peers()
     };
-    exhaust("published twice", twice);
+    exhaust("published again", again);
+}
+
+#[test]
+#[ignore = "long"]
+fn long_two_readers_that_import_twice() {
+    let twice = Config {
+        imports: 2,
+        ..TWO_READERS
+    };
+    exhaust("two readers, twice", twice);
 }
 
 #[test]
 #[ignore = "long"]
 fn long_two_readers_crash_and_restart() {
-    let larger = Config {
+    let restarted = Config {
         restarts: 1,
-        imports: 2,
         ..TWO_READERS
     };
-    exhaust("two readers, restarted", larger);
+    exhaust("two readers, restarted", restarted);
 }
