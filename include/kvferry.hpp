@@ -146,8 +146,8 @@ class Object {
   Owner handle_;
 };
 
-// A view of slot numbers: anything contiguous of int32_t. They must stay until the call that begins the
-// operation has returned, also behind published() and wanted(), which keep the pointer.
+// A view of slot numbers: anything contiguous of int32_t. They must stay until the call that begins
+// the operation has returned, also behind published() and wanted(), which keep the pointer.
 struct Slots {
   const std::int32_t* data = nullptr;
   std::size_t size = 0;

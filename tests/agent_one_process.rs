@@ -268,6 +268,11 @@ fn a_released_publication_gives_no_bytes() {
         .import_begin(&peer, want(publication.ticket(), &[7], 0))
         .unwrap();
     assert_eq!(transfer.wait(LONG), KVF_ERR_EXPIRED);
+    let text = transfer.error_text();
+    assert!(
+        text.contains("agent src: the publication had ended"),
+        "{text}"
+    );
     assert!(transfer.info().memory_safe);
     assert_eq!(transfer.info().parts[0].state, PartState::Failed);
 }

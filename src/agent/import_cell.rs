@@ -118,11 +118,14 @@ impl ImportCell {
     /// Lets go of the jobs, and with them of the pools: nothing is copied any more.
     pub fn settle(&self) {
         let runs = std::mem::take(&mut *lock(&self.runs));
-        drop(runs); // not under the lock: with the last of a pool its memory may be unmapped
-        let mut jobs = lock(&self.jobs);
-        for job in jobs.drain(..) {
-            self.settled.fetch_add(job.moved(), Ordering::Relaxed);
-        }
+        let jobs = {
+            let mut jobs = lock(&self.jobs);
+            let moved = jobs.iter().map(|job| job.moved()).sum();
+            self.settled.fetch_add(moved, Ordering::Relaxed);
+            std::mem::take(&mut *jobs)
+        };
+        // Not under the locks: with its last job a pool's memory may be unmapped.
+        drop((runs, jobs));
     }
 
     pub fn ended_now(&self) {

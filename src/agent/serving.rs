@@ -185,7 +185,7 @@ fn register(
         Some(reader) if agent.is_none_or(|agent| reader.agent == agent) => reader.clone(),
         _ => bail!(KVF_ERR_AUTH, "a data connection without a valid token"),
     };
-    if inner.closed || inner.open.len() >= MAX_CONNECTIONS {
+    if inner.open.len() >= MAX_CONNECTIONS {
         bail!(KVF_ERR_LIMIT, "{} data connections", inner.open.len());
     }
     inner.next += 1;
@@ -227,11 +227,11 @@ fn serve_on_thread(
     // Held until the thread is in the list: `close` either finds it there, or has said before that
     // no more are to come.
     let mut inner = lock(&shared.data.inner);
-    if inner.closed {
-        inner.open.remove(&number);
-        bail!(KVF_ERR_SHUTDOWN, "the agent ends");
-    }
-    match spawn(name, &shared.config.affinity, serving) {
+    let spawned = match inner.closed {
+        true => Err(err!(KVF_ERR_SHUTDOWN, "the agent ends")),
+        false => spawn(name, &shared.config.affinity, serving),
+    };
+    match spawned {
         Ok(thread) => {
             inner.threads.push(thread);
             Ok(())

@@ -258,6 +258,7 @@ impl Shared {
 
     /// Starts a thread if tasks wait only because others are stalled.
     fn replace_stalled(self: &Arc<Self>) {
+        // Looked at first without the second lock: every task comes by here.
         if !self.lock().lacks_a_thread(self.count) {
             return;
         }
