@@ -242,6 +242,57 @@ impl Cache {
     }
 }
 
+/// Bytes of [`block`].
+#[cfg_attr(miri, allow(dead_code))]
+pub(in crate::transport) const BLOCK: usize = 4096;
+
+/// A binding of block 0 of both sides, of `pool` and of pool 1.
+#[cfg_attr(miri, allow(dead_code))]
+pub(in crate::transport) fn block(pool: u32) -> Vec<Binding> {
+    let layout = |pool| Layout {
+        fingerprint: "test".into(),
+        coordinates: Coordinates::default(),
+        groups: vec![Group {
+            kind: GroupKind::Paged {
+                tokens_per_block: 16,
+                window: 0,
+            },
+            layers: vec![0],
+            ordinals: Ordinals::default(),
+            views: vec![View {
+                role: Role::Key,
+                element_bits: 16,
+                heads: 1,
+                bytes_per_head: BLOCK as u64 / 16,
+                shards: 1,
+                shard: 0,
+                replicas: 1,
+                replica: 0,
+                sections: Vec::new(),
+                tensors: vec![Tensor { pool, offset: 0 }],
+                slots: 1,
+                strides: Strides {
+                    slot: BLOCK as u64,
+                    layer: BLOCK as u64,
+                    token: BLOCK as u64 / 16,
+                    head: BLOCK as u64 / 16,
+                },
+            }],
+        }],
+    };
+    let plan = Plan::new(&[layout(pool)], &[layout(1)], Policy::Spread).unwrap();
+    let request = Request {
+        src_slots: &[0],
+        dst_slots: &[0],
+        token_end: 16,
+        ..Request::default()
+    };
+    let pairs = plan.into_destination(0);
+    pairs
+        .map(|pair| Binding::new(pair, request).unwrap())
+        .collect()
+}
+
 pub(in crate::transport) fn source_byte(pool: u32, offset: usize) -> u8 {
     (offset.wrapping_mul(2_654_435_761) >> 11) as u8 ^ pool as u8
 }

@@ -12,60 +12,11 @@ use super::stream::Stream;
 use super::{HEAD_BYTES, TRAILER_BYTES};
 use crate::cuda::Devices;
 use crate::error::{Result, Status};
-use crate::layout::{Coordinates, Group, GroupKind, Layout, Ordinals, Role, Strides, Tensor, View};
 use crate::memory::Lease;
-use crate::plan::{Binding, Plan, Policy, Request};
-use crate::transport::span::tests::{filled, register};
+use crate::transport::span::tests::{BLOCK, block, filled, register};
 use crate::transport::{DataPath, ReadJob};
 
-const BLOCK: usize = 4096;
 const LONG: Duration = Duration::from_secs(60);
-
-/// A binding of block 0 of both sides.
-fn block(pool: u32) -> Vec<Binding> {
-    let layout = |pool| Layout {
-        fingerprint: "test".into(),
-        coordinates: Coordinates::default(),
-        groups: vec![Group {
-            kind: GroupKind::Paged {
-                tokens_per_block: 16,
-                window: 0,
-            },
-            layers: vec![0],
-            ordinals: Ordinals::default(),
-            views: vec![View {
-                role: Role::Key,
-                element_bits: 16,
-                heads: 1,
-                bytes_per_head: BLOCK as u64 / 16,
-                shards: 1,
-                shard: 0,
-                replicas: 1,
-                replica: 0,
-                sections: Vec::new(),
-                tensors: vec![Tensor { pool, offset: 0 }],
-                slots: 1,
-                strides: Strides {
-                    slot: BLOCK as u64,
-                    layer: BLOCK as u64,
-                    token: BLOCK as u64 / 16,
-                    head: BLOCK as u64 / 16,
-                },
-            }],
-        }],
-    };
-    let plan = Plan::new(&[layout(pool)], &[layout(1)], Policy::Spread).unwrap();
-    let request = Request {
-        src_slots: &[0],
-        dst_slots: &[0],
-        token_end: 16,
-        ..Request::default()
-    };
-    let pairs = plan.into_destination(0);
-    pairs
-        .map(|pair| Binding::new(pair, request).unwrap())
-        .collect()
-}
 
 /// Waits until everything that was written has been read.
 fn wait_until_read(source: &UnixStream) {

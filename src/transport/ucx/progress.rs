@@ -162,7 +162,8 @@ impl Progress {
                 busy_since = Instant::now();
             } else if !self.spin.is_zero() && self.is_awaiting() && busy_since.elapsed() < self.spin
             {
-                std::hint::spin_loop();
+                // Whoever waits for what comes may need this core.
+                std::thread::yield_now();
             } else if !self.sleep() {
                 return;
             }

@@ -13,6 +13,7 @@ mod connection;
 mod incoming;
 mod message;
 mod path;
+mod small;
 
 pub use connection::Connection;
 pub use incoming::{Accept, Hello, Incoming};

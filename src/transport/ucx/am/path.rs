@@ -6,8 +6,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::incoming::connection_key;
+use super::incoming::{Incoming, connection_key};
 use super::message::{Kind, Message};
+use super::small::{Asked, SMALL_BYTES};
 use super::{Channel, KEY_BYTES};
 use crate::cuda::Devices;
 use crate::error::{Result, Status};
@@ -120,15 +121,44 @@ impl MessagePath {
         }
     }
 
-    fn channel(&self) -> Result<OpenChannel<'_>> {
+    pub(super) fn pools(&self) -> &BTreeMap<u32, u64> {
+        &self.source.pools
+    }
+
+    pub(super) fn devices(&self) -> &Devices {
+        &self.devices
+    }
+
+    pub(super) fn channel(&self) -> Result<OpenChannel> {
         let (incoming, link) = (self.engine.incoming(), &self.link);
         let channel = OpenChannel {
             channel: incoming.open_channel(link.endpoint, link.secret)?,
-            engine: &self.engine,
+            incoming: incoming.clone(),
         };
         // An endpoint that ends says so first and tells the channels then: one opened later hears nothing.
         self.engine.check_open(&link.state)?;
         Ok(channel)
+    }
+
+    /// Sends frames to the source.
+    pub(super) fn ask(&self, frames: Vec<u8>) -> Result<()> {
+        let message = Message::new(Kind::Ask, &self.link.key, frames);
+        self.engine.send(self.link.endpoint, message)
+    }
+
+    fn outcome(&self, job: &ReadJob, received: Result<()>) -> Result<()> {
+        match received {
+            // What was cut off by a cancel is no failure of its own.
+            Err(_) if job.is_cancelled() => Ok(()),
+            outcome => outcome.map_err(|e| {
+                e.context(format_args!(
+                    "ucx read of {} after {} of {} bytes",
+                    self.source.name,
+                    job.moved(),
+                    job.bytes()
+                ))
+            }),
+        }
     }
 
     /// `coming` keeps what the channel may write until the caller has closed it.
@@ -157,9 +187,7 @@ impl MessagePath {
                 asking.give_back(batch);
             }
             if !out.is_empty() {
-                let frames = std::mem::take(&mut out);
-                let message = Message::new(Kind::Ask, &self.link.key, frames);
-                self.engine.send(self.link.endpoint, message)?;
+                self.ask(std::mem::take(&mut out))?;
             }
             if coming.is_empty() {
                 return Ok(());
@@ -225,12 +253,12 @@ impl Drop for Link {
 }
 
 /// Closes the channel when it is dropped.
-struct OpenChannel<'a> {
+pub(super) struct OpenChannel {
     channel: Arc<Channel>,
-    engine: &'a Engine,
+    incoming: Arc<Incoming>,
 }
 
-impl std::ops::Deref for OpenChannel<'_> {
+impl std::ops::Deref for OpenChannel {
     type Target = Channel;
 
     fn deref(&self) -> &Channel {
@@ -238,10 +266,15 @@ impl std::ops::Deref for OpenChannel<'_> {
     }
 }
 
-impl Drop for OpenChannel<'_> {
+impl Drop for OpenChannel {
     fn drop(&mut self) {
-        self.engine.incoming().close_channel(&self.channel);
+        self.incoming.close_channel(&self.channel);
     }
+}
+
+/// What was asked for when the job was begun.
+fn begun(job: &ReadJob) -> Option<Box<Asked>> {
+    job.unpark().and_then(|begun| begun.downcast().ok())
 }
 
 impl DataPath for MessagePath {
@@ -254,24 +287,63 @@ impl DataPath for MessagePath {
     }
 
     fn run(&self, job: &ReadJob) -> Result<()> {
+        if let Some(mut asked) = begun(job) {
+            let taken = job.wake().and_then(|wake| {
+                self.take_small(job, &mut asked, &mut |channel| {
+                    channel.wait(Some(wake.as_fd()), None).map(|()| true)
+                })
+            });
+            return self.outcome(job, taken.map(|_| ()));
+        }
         let mut flow = Flow::new(&self.devices, job);
         let mut coming = VecDeque::new();
         let received = self
             .channel()
             .and_then(|channel| self.receive_all(job, &channel, &mut coming, &mut flow));
         drop(coming);
-        match flow.finish(received) {
-            // What was cut off by a cancel is no failure of its own.
-            Err(_) if job.is_cancelled() => Ok(()),
-            outcome => outcome.map_err(|e| {
-                e.context(format_args!(
-                    "ucx read of {} after {} of {} bytes",
-                    self.source.name,
-                    job.moved(),
-                    job.bytes()
-                ))
-            }),
+        self.outcome(job, flow.finish(received))
+    }
+
+    /// Asks, for whoever goes on with it.
+    fn run_at_once(&self, job: &ReadJob) -> Result<bool> {
+        match self.ask_small(job) {
+            Ok(Some(asked)) => job.park(Box::new(asked), true),
+            Ok(None) => {}
+            Err(_) => job.rewind(), // a worker begins anew, and says what is wrong
         }
+        Ok(false)
+    }
+
+    fn may_be_joined(&self, job: &ReadJob) -> bool {
+        job.is_joinable()
+    }
+
+    /// Takes small answers that are on their way.
+    fn run_until(&self, job: &ReadJob, until: Instant) -> Result<bool> {
+        if !job.is_joinable() {
+            return Ok(false);
+        }
+        let Some(mut asked) = begun(job) else {
+            return Ok(false);
+        };
+        let taken = job.wake().and_then(|wake| {
+            self.take_small(job, &mut asked, &mut |channel| {
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Ok(false);
+                }
+                channel.wait(Some(wake.as_fd()), Some(left)).map(|()| true)
+            })
+        });
+        if let Ok(false) = taken {
+            job.park(asked, true);
+            return Ok(false);
+        }
+        self.outcome(job, taken.map(|_| ())).map(|()| true)
+    }
+
+    fn has_to_ask(&self) -> bool {
+        true
     }
 
     fn attest(&self, job: &ReadJob) -> Result<bool> {
@@ -289,7 +361,7 @@ impl DataPath for MessagePath {
     }
 
     fn inline_bytes(&self) -> u64 {
-        0 // a round trip is not for the caller's thread
+        SMALL_BYTES
     }
 
     fn is_usable(&self) -> bool {

@@ -1,6 +1,7 @@
 //! Messages between two engines of this process.
 
 mod endpoints;
+mod small;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +15,7 @@ use crate::cuda::Devices;
 use crate::error::{Result, Status};
 use crate::memory::{Lease, LeaseTable, Pool};
 use crate::transport::pieces::{Opened, Ranges, Serving, Source};
-use crate::transport::span::tests::{Cache, filled, register, source_byte};
+use crate::transport::span::tests::{BLOCK, Cache, block, filled, register, source_byte};
 use crate::transport::ucx::Engine;
 use crate::transport::ucx::tests::{Nobody, engine, soon, ucx};
 use crate::transport::{DataPath, ReadJob};
@@ -31,6 +32,8 @@ struct Served {
     lease: Lease,
     pools: Vec<Arc<Pool>>,
     refuse: AtomicBool,
+    /// The publication has one block only.
+    small: AtomicBool,
     /// Holds requests up while a test has it.
     gate: Mutex<()>,
     devices: Devices,
@@ -58,6 +61,7 @@ impl Served {
             leases,
             pools,
             refuse: AtomicBool::new(false),
+            small: AtomicBool::new(false),
             gate: Mutex::default(),
             devices: Devices::default(),
             heard: Mutex::default(),
@@ -108,7 +112,10 @@ impl Source for Serves {
         let leases = self.0.leases.clone();
         let lease = self.0.lease;
         Ok(Opened {
-            bindings: Cache::bindings(2, 3),
+            bindings: match self.0.small.load(Ordering::SeqCst) {
+                true => block(2),
+                false => Cache::bindings(2, 3),
+            },
             holds: Box::new(move || leases.holds(lease)),
         })
     }
