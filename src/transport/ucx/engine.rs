@@ -83,7 +83,7 @@ impl Engine {
         let (lanes, loopback) = (config.lanes, config.loopback);
         let thread = spawn(config.name, &config.affinity, move || {
             let begun = Library::get().and_then(|ucx| {
-                let mut options = options(ucx, lanes, loopback);
+                let mut options = options(ucx, gets, lanes, loopback);
                 if gets && !software {
                     options.extend(card_options(ucx, cuda.is_some()));
                 }
@@ -425,11 +425,17 @@ const NO_CACHES: [(&str, &str); 2] = [("RCACHE_ENABLE", "n"), ("MEMTYPE_CACHE", 
 /// Options that kvferry sets; what the environment names stays as it is.
 fn options(
     ucx: &Library,
+    gets: bool,
     lanes: &'static str,
     loopback: bool,
 ) -> Vec<(&'static str, &'static str)> {
     let unset = |name: &str| std::env::var_os(name).is_none();
     let mut options = NO_CACHES.to_vec();
+    if !gets && unset("UCX_ADAPTIVE_PROGRESS") {
+        // UCX would leave the worker that messages come to, and that has no endpoints, to a thread of its
+        // own, which would wake ours for each of them.
+        options.push(("ADAPTIVE_PROGRESS", "n"));
+    }
     if unset("UCX_TLS") {
         options.push(("TLS", lanes));
     }

@@ -85,9 +85,12 @@ impl Connection {
     /// A message is with UCX no more.
     pub(super) fn sent(&self, buffer: Vec<u8>) {
         let mut state = self.state();
+        let full = state.on_their_way == WINDOW;
         state.on_their_way -= 1;
         state.spare.push(buffer);
-        self.changed.notify_all();
+        if full {
+            self.changed.notify_all(); // else nobody waits for room
+        }
     }
 
     /// Ends it: its thread goes.
