@@ -1463,7 +1463,8 @@ typedef struct kvf_published_group {
    */
   const int32_t *slots;
   /**
-   * Elements of `slots`; the last one holds the last valid token.
+   * Elements of `slots`: one for each block up to the last valid token, or more. Blocks behind it, as an
+   * engine allocates them ahead, are kept like the others until the publication has ended, and not read.
    */
   size_t num_slots;
   /**

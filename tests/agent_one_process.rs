@@ -423,6 +423,27 @@ fn a_receive_gets_what_is_pushed() {
 }
 
 #[test]
+fn blocks_behind_the_last_valid_token_are_kept_and_not_read() {
+    let (source, sink, peer) = pair(Timeouts::default());
+    let publication = source.agent.publish(offer(1, &[3, 9, 4], 8)).unwrap();
+    let busy = ReceiveDesc {
+        groups: want(&[], &[4], 0).groups,
+        ..ReceiveDesc::default()
+    };
+    let err = source.agent.receive_begin(None, busy, None).unwrap_err();
+    assert_eq!(err.status, KVF_ERR_SLOT_BUSY);
+    let ticket = publication.ticket();
+    let err = sink.agent.import_begin(&peer, want(ticket, &[0, 1, 2], 0));
+    assert_eq!(err.unwrap_err().status, KVF_ERR_INVALID_ARGUMENT);
+    let pull = sink.agent.import_begin(&peer, want(ticket, &[0, 1], 0));
+    let pull = pull.unwrap();
+    assert_eq!(pull.wait(LONG), KVF_OK, "{}", pull.error_text());
+    assert_eq!(pull.info().bytes, 2 * 2 * view_bytes() / u64::from(SLOTS));
+    assert_eq!(sink.block(0, 1), source.block(0, 9));
+    assert_eq!(ended(&publication), KVF_OK);
+}
+
+#[test]
 fn a_slot_is_busy_while_it_is_published_and_free_after() {
     let (source, _sink, _peer) = pair(Timeouts::default());
     let first = source.agent.publish(offer(1, &[3], 4)).unwrap();

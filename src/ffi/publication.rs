@@ -56,7 +56,8 @@ pub struct kvf_published_group {
     pub reserved: u32,
     /// Block of each ordinal that this rank owns, in order from `first_ordinal`; -1 = not held.
     pub slots: *const i32,
-    /// Elements of `slots`; the last one holds the last valid token.
+    /// Elements of `slots`: one for each block up to the last valid token, or more. Blocks behind it, as an
+    /// engine allocates them ahead, are kept like the others until the publication has ended, and not read.
     pub num_slots: usize,
     /// Block ordinal from which `slots` counts; not 0 where a sliding window's table starts later.
     /// Not beyond the block of the last valid token.
