@@ -113,6 +113,16 @@ pub fn engine(name: &str, gets: bool, accept: Box<dyn Accept>) -> Arc<Engine> {
     Engine::start(config(name, gets), accept, || {}).unwrap()
 }
 
+/// With gets, over TCP alone, where the source's thread answers them.
+pub fn engine_over_tcp(name: &str) -> Arc<Engine> {
+    let lanes = "tcp";
+    let config = Config {
+        lanes,
+        ..config(name, true)
+    };
+    Engine::start(config, Box::new(Nobody), || {}).unwrap()
+}
+
 /// An engine whose answers all come too late: nobody waits for them, and its thread is held up until the sender
 /// is dropped.
 pub fn late_engine(name: &str) -> (Arc<Engine>, Sender<()>) {

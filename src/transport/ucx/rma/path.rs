@@ -147,7 +147,8 @@ impl UcxPath {
             .map_err(|e| e.context("the card does not reach device memory"))
     }
 
-    /// Waits for the end of what was asked for, at most the patience; else the endpoint is closed.
+    /// Waits for the end of what was asked for, at most the patience; else the endpoint is closed. It is not
+    /// for a cancel: others use it, and what is still on its way writes memory of the flight or the scratch.
     fn finish(&self, flight: &Flight, job: Option<&ReadJob>) -> Result<()> {
         let deadline = Instant::now() + self.patience;
         let wake = job.map(ReadJob::wake).transpose()?;
@@ -155,13 +156,12 @@ impl UcxPath {
         while flight.in_flight() > 0 && !late && !job.is_some_and(ReadJob::is_cancelled) {
             late = !flight.wait(0, wake.map(AsFd::as_fd), Some(deadline));
         }
-        if flight.in_flight() > 0 {
-            flight.fail(err!(
-                KVF_ERR_TRANSFER,
-                "no answer within {:?}",
-                self.patience
-            ));
+        if flight.in_flight() > 0 && late {
+            let patience = self.patience;
+            flight.fail(err!(KVF_ERR_TRANSFER, "no answer within {patience:?}"));
             self.engine.close_endpoint(self.endpoint);
+        } else if flight.in_flight() > 0 {
+            flight.fail(err!(KVF_ERR_CANCELLED, "cancelled"));
         }
         flight.take_error().map_or(Ok(()), Err)
     }

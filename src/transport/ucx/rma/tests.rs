@@ -9,7 +9,7 @@ use crate::error::{Result, Status};
 use crate::memory::{LeaseTable, Pool};
 use crate::transport::span::tests::{Cache, filled, register, source_byte};
 use crate::transport::ucx::Engine;
-use crate::transport::ucx::tests::{Nobody, engine, soon, ucx};
+use crate::transport::ucx::tests::{Nobody, engine, engine_over_tcp, soon, ucx};
 use crate::transport::{DataPath, ReadJob};
 use crate::wire::DataOpen;
 
@@ -23,6 +23,10 @@ struct Peer {
 
 impl Peer {
     fn new() -> Self {
+        Self::of(engine("kvf-src-ucx", true, Box::new(Nobody)))
+    }
+
+    fn of(engine: Arc<Engine>) -> Self {
         let mut memory: Vec<Vec<u8>> = [2, 3]
             .into_iter()
             .map(|id| filled(id, Cache::BYTES as usize))
@@ -33,7 +37,7 @@ impl Peer {
             .map(|(memory, id)| Arc::new(register(id, memory)))
             .collect();
         Self {
-            engine: engine("kvf-src-ucx", true, Box::new(Nobody)),
+            engine,
             leases: Arc::new(LeaseTable::create(4).unwrap()),
             pools,
             _memory: memory,
@@ -145,6 +149,39 @@ fn a_source_whose_ucx_has_ended_fails_the_job_and_leaves_the_memory_quiet() {
         }
     }
     timer.join().unwrap();
+}
+
+#[test]
+fn a_cancel_of_one_job_while_its_lease_is_looked_at_is_not_the_end_of_others() {
+    if ucx("a_cancel_of_one_job").is_none() {
+        return;
+    }
+    let here = engine_over_tcp("kvf-dst-ucx");
+    let peer = Peer::of(engine_over_tcp("kvf-src-ucx"));
+    let path = path(&here, peer.announced()).unwrap();
+    let lease = peer.leases.grant().unwrap();
+    let job = ReadJob::new(Vec::new(), BTreeMap::new(), lease, DataOpen::default);
+    // The source's thread, which answers here in place of a card, is held up.
+    let (go_on, held_up) = std::sync::mpsc::channel::<()>();
+    let (stops, stopped) = std::sync::mpsc::channel();
+    let waits = move || {
+        stops.send(()).unwrap();
+        let _ = held_up.recv();
+    };
+    assert!(!peer.engine.unregister_pool(3, waits));
+    stopped.recv().unwrap();
+    let outcome = std::thread::scope(|scope| {
+        let attesting = scope.spawn(|| path.attest(&job));
+        job.cancel();
+        attesting.join().unwrap()
+    });
+    assert_eq!(outcome.unwrap_err().status, Status::KVF_ERR_CANCELLED);
+    drop(go_on);
+    let next = ReadJob::new(Vec::new(), BTreeMap::new(), lease, DataOpen::default);
+    assert!(path.attest(&next).unwrap());
+    assert!(path.is_usable());
+    drop(path);
+    assert!(here.close(soon()) && peer.engine.close(soon()));
 }
 
 #[test]
