@@ -36,6 +36,11 @@ impl Offers {
     pub fn open(&mut self, offer: u64, ended: Option<Status>) {
         self.receives.insert(offer, ended);
     }
+
+    /// No rank of the engine is known any more.
+    pub fn engine_lost(&mut self, engine: Incarnation) {
+        self.inward.remove(&engine);
+    }
 }
 
 impl Control {
@@ -170,7 +175,6 @@ impl Control {
         for id in ids {
             self.publication_event(id, Event::Withdrawn(end.clone()));
         }
-        self.offers.inward.remove(&agent);
     }
 }
 

@@ -435,6 +435,7 @@ impl Control {
         let engine = remote.engine.id();
         if !self.remotes.values().any(|r| r.engine.id() == engine) {
             self.outward.remove(&engine);
+            self.offers.engine_lost(engine);
         }
         // Its process may have been the last one that had a pool mapped.
         self.release_pools();
