@@ -146,6 +146,16 @@ impl MessagePath {
         self.engine.send(self.link.endpoint, message)
     }
 
+    /// What was asked for through this connection when the job was begun.
+    fn begun(&self, job: &ReadJob) -> Option<Box<Asked>> {
+        let begun: Box<Asked> = job.unpark()?.downcast().ok()?;
+        if begun.is_of(&self.link.secret) {
+            return Some(begun);
+        }
+        job.rewind(); // through an earlier one, which may never answer
+        None
+    }
+
     fn outcome(&self, job: &ReadJob, received: Result<()>) -> Result<()> {
         match received {
             // What was cut off by a cancel is no failure of its own.
@@ -272,11 +282,6 @@ impl Drop for OpenChannel {
     }
 }
 
-/// What was asked for when the job was begun.
-fn begun(job: &ReadJob) -> Option<Box<Asked>> {
-    job.unpark().and_then(|begun| begun.downcast().ok())
-}
-
 impl DataPath for MessagePath {
     fn name(&self) -> &'static str {
         "ucx"
@@ -287,7 +292,7 @@ impl DataPath for MessagePath {
     }
 
     fn run(&self, job: &ReadJob) -> Result<()> {
-        if let Some(mut asked) = begun(job) {
+        if let Some(mut asked) = self.begun(job) {
             let taken = job.wake().and_then(|wake| {
                 self.take_small(job, &mut asked, &mut |channel| {
                     channel.wait(Some(wake.as_fd()), None).map(|()| true)
@@ -306,6 +311,9 @@ impl DataPath for MessagePath {
 
     /// Asks, for whoever goes on with it.
     fn run_at_once(&self, job: &ReadJob) -> Result<bool> {
+        if !self.is_usable() {
+            return Ok(false); // it is made anew first
+        }
         match self.ask_small(job) {
             Ok(Some(asked)) => job.park(Box::new(asked), true),
             Ok(None) => {}
@@ -323,7 +331,7 @@ impl DataPath for MessagePath {
         if !job.is_joinable() {
             return Ok(false);
         }
-        let Some(mut asked) = begun(job) else {
+        let Some(mut asked) = self.begun(job) else {
             return Ok(false);
         };
         let taken = job.wake().and_then(|wake| {

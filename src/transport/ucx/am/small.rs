@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 
+use super::KEY_BYTES;
 use super::path::{MessagePath, OpenChannel};
 use crate::err;
 use crate::error::Result;
@@ -24,6 +25,13 @@ pub(super) struct Asked {
     coming: VecDeque<(Batch, Vec<u8>)>,
     /// Batches in place.
     arrived: u64,
+}
+
+impl Asked {
+    /// Whether it was asked for through the connection with this secret.
+    pub(super) fn is_of(&self, secret: &[u8; KEY_BYTES]) -> bool {
+        self.channel.secret == *secret
+    }
 }
 
 impl MessagePath {

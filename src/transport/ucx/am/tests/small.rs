@@ -9,11 +9,15 @@ impl Two {
         two
     }
 
-    /// One block, asked for.
-    fn asked(&mut self, path: &MessagePath) -> Arc<ReadJob> {
+    fn one_block(&mut self) -> Arc<ReadJob> {
         let pools = BTreeMap::from([(1, Arc::new(register(1, &mut self.ours)))]);
         let lease = self.served.lease;
-        let job = Arc::new(ReadJob::new(block(2), pools, lease, DataOpen::default));
+        Arc::new(ReadJob::new(block(2), pools, lease, DataOpen::default))
+    }
+
+    /// One block, asked for.
+    fn asked(&mut self, path: &MessagePath) -> Arc<ReadJob> {
+        let job = self.one_block();
         assert!(!path.run_at_once(&job).unwrap());
         assert!(path.may_be_joined(&job));
         job
@@ -52,8 +56,7 @@ fn a_waiting_thread_takes_a_small_job() {
     drop(job);
     assert!(two.has_the_block());
     // A job that nobody has asked for is a worker's.
-    let pools = BTreeMap::from([(1, Arc::new(register(1, &mut two.ours)))]);
-    let job = ReadJob::new(block(2), pools, two.served.lease, DataOpen::default);
+    let job = two.one_block();
     assert!(!path.run_until(&job, Instant::now() + LONG).unwrap());
     path.run(&job).unwrap();
     assert_eq!(job.moved(), BLOCK as u64);
@@ -179,14 +182,60 @@ fn a_refusal_or_the_end_of_the_source_is_told_to_who_waits() {
     assert_eq!(e.status, Status::KVF_ERR_TRANSFER);
     assert!(e.text.contains("agent source"), "{e}");
     // One that is begun now cannot ask: a worker hears why.
-    let job = {
-        let pools = BTreeMap::from([(1, Arc::new(register(1, &mut two.ours)))]);
-        ReadJob::new(block(2), pools, served.lease, DataOpen::default)
-    };
+    let job = two.one_block();
     assert!(!path.run_at_once(&job).unwrap());
     assert!(!path.may_be_joined(&job));
     assert_eq!(path.run(&job).unwrap_err().status, Status::KVF_ERR_TRANSFER);
     drop((job, held_up, path));
     assert!(two.is_untouched());
+    two.end();
+}
+
+/// As the agent does when a way has ended between the begin call and the worker.
+#[test]
+fn what_an_earlier_connection_was_asked_for_is_asked_for_anew() {
+    if ucx("what_an_earlier_connection").is_none() {
+        return;
+    }
+    let mut two = Two::small();
+    let (earlier, path) = (two.good_path(), two.good_path());
+    let served = two.served.clone();
+    let held_up = served.gate.lock().unwrap();
+    let job = two.asked(&earlier);
+    served.wait_heard("open", 1);
+    drop(earlier);
+    drop(held_up);
+    let (deadline, (ended, over)) = (job.clone(), mpsc::channel::<()>());
+    let timer = std::thread::spawn(move || {
+        let _ = over.recv_timeout(Duration::from_secs(5));
+        deadline.cancel(); // as the transfer's deadline would
+    });
+    path.run(&job).unwrap();
+    assert_eq!((job.moved(), served.heard("open")), (BLOCK as u64, 2));
+    drop(ended);
+    timer.join().unwrap();
+    drop(job);
+    assert!(two.has_the_block());
+    drop(path);
+    two.end();
+}
+
+#[test]
+fn a_connection_that_the_source_has_ended_is_not_asked() {
+    if ucx("a_connection_that_the_source_has_ended").is_none() {
+        return;
+    }
+    let mut two = Two::small();
+    let path = two.good_path();
+    path.ask(vec![0xff; 8]).unwrap(); // nonsense
+    let deadline = soon();
+    while path.is_usable() {
+        assert!(Instant::now() < deadline, "it is not ended");
+        std::thread::yield_now();
+    }
+    let job = two.one_block();
+    assert!(!path.run_at_once(&job).unwrap());
+    assert!(!path.may_be_joined(&job));
+    drop((job, path));
     two.end();
 }
