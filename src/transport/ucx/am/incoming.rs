@@ -51,6 +51,10 @@ impl Dropped {
     }
 }
 
+pub(super) fn ended_by_source() -> Error {
+    crate::err!(KVF_ERR_TRANSFER, "the source has ended the connection")
+}
+
 /// What an agent does for readers that come over UCX.
 pub trait Accept: Send + Sync {
     /// The name of the reader that has this token.
@@ -279,7 +283,7 @@ impl Incoming {
             if !lock(&self.sources).remove(&head.secret) {
                 return Err(Dropped::Late);
             }
-            let e = crate::err!(KVF_ERR_TRANSFER, "the source has ended the connection");
+            let e = ended_by_source();
             for channel in lock(&self.channels).values() {
                 if channel.secret == head.secret {
                     channel.fail(e.clone());

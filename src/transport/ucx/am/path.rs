@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::incoming::{Incoming, connection_key};
+use super::incoming::{Incoming, connection_key, ended_by_source};
 use super::message::{Kind, Message};
 use super::small::{Asked, SMALL_BYTES};
 use super::{Channel, KEY_BYTES};
@@ -137,6 +137,10 @@ impl MessagePath {
         };
         // An endpoint that ends says so first and tells the channels then: one opened later hears nothing.
         self.engine.check_open(&link.state)?;
+        // So does a source that ends the connection.
+        if !incoming.is_trusted(&link.secret) {
+            return Err(ended_by_source());
+        }
         Ok(channel)
     }
 
@@ -311,9 +315,6 @@ impl DataPath for MessagePath {
 
     /// Asks, for whoever goes on with it.
     fn run_at_once(&self, job: &ReadJob) -> Result<bool> {
-        if !self.is_usable() {
-            return Ok(false); // it is made anew first
-        }
         match self.ask_small(job) {
             Ok(Some(asked)) => job.park(Box::new(asked), true),
             Ok(None) => {}

@@ -236,6 +236,20 @@ fn a_connection_that_the_source_has_ended_is_not_asked() {
     let job = two.one_block();
     assert!(!path.run_at_once(&job).unwrap());
     assert!(!path.may_be_joined(&job));
+    let (deadline, (ended, over)) = (job.clone(), mpsc::channel::<()>());
+    let timer = std::thread::spawn(move || {
+        let _ = over.recv_timeout(Duration::from_secs(5));
+        deadline.cancel(); // as the transfer's deadline would
+    });
+    let outcome = path.run(&job);
+    drop(ended);
+    timer.join().unwrap();
+    let e = outcome.unwrap_err();
+    assert_eq!(e.status, Status::KVF_ERR_TRANSFER);
+    assert!(
+        e.text.contains("the source has ended the connection"),
+        "{e}"
+    );
     drop((job, path));
     two.end();
 }
