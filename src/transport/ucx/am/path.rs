@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::incoming::{Incoming, connection_key, ended_by_source};
@@ -34,6 +35,10 @@ pub struct MessageSource {
     pub nonce: [u8; crate::memory::NONCE_BYTES],
 }
 
+/// Answers that have not come for this long when a job is given up may never come: the source's side of the
+/// connection may have ended, and nothing else would say so here.
+const SILENCE: Duration = Duration::from_secs(1);
+
 /// Reads one source agent.
 pub struct MessagePath {
     engine: Arc<Engine>,
@@ -41,6 +46,7 @@ pub struct MessagePath {
     link: Link,
     reason: String,
     devices: Arc<Devices>,
+    silent: AtomicBool,
 }
 
 impl MessagePath {
@@ -62,6 +68,7 @@ impl MessagePath {
             source,
             reason,
             devices,
+            silent: AtomicBool::new(false),
         };
         // An old connection may not have noticed yet that the network works again.
         if let Err(e) = path.greet(patience / 2, false) {
@@ -160,6 +167,13 @@ impl MessagePath {
         None
     }
 
+    /// A job is given up that has heard nothing since then.
+    pub(super) fn given_up(&self, heard: Instant) {
+        if heard.elapsed() >= SILENCE {
+            self.silent.store(true, Ordering::Relaxed);
+        }
+    }
+
     fn outcome(&self, job: &ReadJob, received: Result<()>) -> Result<()> {
         match received {
             // What was cut off by a cancel is no failure of its own.
@@ -186,7 +200,7 @@ impl MessagePath {
         let wake = job.wake()?;
         let mut out = Vec::new();
         let mut asking = Asking::begin(job, channel.number, &mut out)?;
-        let mut arrived = 0;
+        let (mut arrived, mut heard) = (0, Instant::now());
         loop {
             while coming.len() < PIPELINE
                 && let Some(batch) = asking.next(job, &mut out)?
@@ -208,6 +222,7 @@ impl MessagePath {
             }
             while channel.done() == arrived {
                 if job.is_cancelled() {
+                    self.given_up(heard);
                     return Ok(());
                 }
                 if let Some(e) = channel.error() {
@@ -215,6 +230,7 @@ impl MessagePath {
                 }
                 channel.wait(Some(wake.as_fd()), None)?;
             }
+            heard = Instant::now();
             while channel.done() > arrived
                 && let Some(placed) = coming.pop_front()
             {
@@ -376,6 +392,7 @@ impl DataPath for MessagePath {
     fn is_usable(&self) -> bool {
         let incoming = self.engine.incoming();
         self.link.state.is_open()
+            && !self.silent.load(Ordering::Relaxed)
             && incoming.is_trusted(&self.link.secret)
             && !self.engine.has_ended()
     }

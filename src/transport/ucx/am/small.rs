@@ -4,6 +4,7 @@
 //! while no thread works on it, and a cancel meanwhile finds it quiet.
 
 use std::collections::VecDeque;
+use std::time::Instant;
 
 use super::KEY_BYTES;
 use super::path::{MessagePath, OpenChannel};
@@ -25,6 +26,8 @@ pub(super) struct Asked {
     coming: VecDeque<(Batch, Vec<u8>)>,
     /// Batches in place.
     arrived: u64,
+    /// When it was asked for, or the last batch was taken.
+    heard: Instant,
 }
 
 impl Asked {
@@ -44,6 +47,7 @@ impl MessagePath {
             channel: self.channel()?,
             coming: VecDeque::new(),
             arrived: 0,
+            heard: Instant::now(),
         };
         let mut out = Vec::new();
         let mut asking = Asking::begin(job, asked.channel.number, &mut out)?;
@@ -86,6 +90,7 @@ impl MessagePath {
                 return Err(err!(KVF_ERR_INTERNAL, "more came than was asked for"));
             };
             asked.arrived += 1;
+            asked.heard = Instant::now();
             let mut ranges = Ranges::default();
             let placed = place(job, self.pools(), &batch, &mut ranges, &mut flow)?;
             // SAFETY: `place` has put every byte inside a pool of this job, which keeps it.
@@ -94,6 +99,9 @@ impl MessagePath {
                 job.lose_lease();
             }
             placed.arrived(job, &mut flow)?;
+        }
+        if !asked.coming.is_empty() {
+            self.given_up(asked.heard);
         }
         Ok(true)
     }

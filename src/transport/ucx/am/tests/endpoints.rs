@@ -60,3 +60,35 @@ fn a_job_over_an_endpoint_that_has_just_been_closed_fails_at_once() {
     drop(path);
     two.end();
 }
+
+/// The source's side may have ended without a word; then only a new connection helps.
+#[test]
+fn a_connection_that_was_silent_until_a_job_was_given_up_is_made_anew() {
+    if ucx("a_connection_that_was_silent").is_none() {
+        return;
+    }
+    for small in [false, true] {
+        let mut two = Two::new();
+        two.served.small.store(small, Ordering::SeqCst);
+        let path = two.good_path();
+        let served = two.served.clone();
+        let held_up = served.gate.lock().unwrap();
+        for (given_up, usable) in [(100, true), (1500, false)] {
+            let job = match small {
+                true => two.asked(&path),
+                false => two.job(),
+            };
+            let late = job.clone();
+            let deadline = std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(given_up));
+                late.cancel();
+            });
+            path.run(&job).unwrap();
+            deadline.join().unwrap();
+            assert_eq!(job.moved(), 0);
+            assert_eq!(path.is_usable(), usable, "{small} {given_up}");
+        }
+        drop((held_up, path));
+        two.end();
+    }
+}

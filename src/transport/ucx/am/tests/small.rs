@@ -16,7 +16,7 @@ impl Two {
     }
 
     /// One block, asked for.
-    fn asked(&mut self, path: &MessagePath) -> Arc<ReadJob> {
+    pub(super) fn asked(&mut self, path: &MessagePath) -> Arc<ReadJob> {
         let job = self.one_block();
         assert!(!path.run_at_once(&job).unwrap());
         assert!(path.may_be_joined(&job));
