@@ -408,6 +408,8 @@ impl Progress {
             }
             self.tidy();
         }
+        // Before the memory is taken back: an endpoint that does not close may have gets that use it.
+        self.workers.stop();
         for region in self.memory.keys().copied().collect::<Vec<_>>() {
             self.unregister(region);
         }

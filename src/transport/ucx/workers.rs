@@ -109,20 +109,24 @@ impl Workers {
         }
     }
 
-    /// When this returns, UCX touches no memory of ours any more.
+    /// When this returns, UCX touches no memory of ours any more. What is registered stays so.
+    pub fn stop(&mut self) {
+        for worker in [&mut self.outward, &mut self.inward] {
+            if !worker.is_null() {
+                // SAFETY: it is open, and nothing uses it afterwards.
+                unsafe { self.ucx.ucp_worker_destroy(*worker) };
+                *worker = null_mut();
+            }
+        }
+    }
+
+    /// Nothing may be registered any more.
     pub fn destroy(&mut self) {
-        // SAFETY: all are open or null, and nothing uses them afterwards.
-        unsafe {
-            for worker in [&mut self.outward, &mut self.inward] {
-                if !worker.is_null() {
-                    self.ucx.ucp_worker_destroy(*worker);
-                    *worker = null_mut();
-                }
-            }
-            if !self.context.is_null() {
-                self.ucx.ucp_cleanup(self.context);
-                self.context = null_mut();
-            }
+        self.stop();
+        if !self.context.is_null() {
+            // SAFETY: it is open and has no workers, and nothing uses it afterwards.
+            unsafe { self.ucx.ucp_cleanup(self.context) };
+            self.context = null_mut();
         }
     }
 }
