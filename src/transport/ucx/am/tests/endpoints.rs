@@ -73,7 +73,7 @@ fn a_connection_that_was_silent_until_a_job_was_given_up_is_made_anew() {
         let path = two.good_path();
         let served = two.served.clone();
         let held_up = served.gate.lock().unwrap();
-        for (given_up, usable) in [(100, true), (1500, false)] {
+        for (given_up, usable) in [(0, true), (1500, false)] {
             let job = match small {
                 true => two.asked(&path),
                 false => two.job(),
