@@ -25,6 +25,14 @@ pub struct Timeouts {
     pub transfer: Duration,
 }
 
+impl Timeouts {
+    /// A data connection whose other end does not answer the kernel. Longer than the silence of a peer, so
+    /// that one that is cut off is lost as a peer, which says more than that a connection broke.
+    pub fn data_silence(&self) -> Duration {
+        self.peer_silence.saturating_add(self.heartbeat)
+    }
+}
+
 impl Default for Timeouts {
     fn default() -> Self {
         Self {

@@ -149,7 +149,7 @@ pub(super) fn admit(
     let token = incarnation(&hello.token)?.0;
     let stream = Stream::new(fd).map_err(|e| Error::os(Status::KVF_ERR_SYSTEM, "socket", &e))?;
     let times = &shared.config.timeouts;
-    stream.watch_peer(times.heartbeat, times.peer_silence);
+    stream.watch_peer(times.heartbeat, times.data_silence());
     let stream = Arc::new(stream);
     let ended = stream.clone();
     let end = Box::new(move || ended.shutdown());
@@ -423,7 +423,7 @@ fn dial(
         Door::Unix(name) => stalled(|| Stream::connect_unix(name, Some(times.connect))),
     }
     .map_err(system)?;
-    stream.watch_peer(times.heartbeat, times.peer_silence);
+    stream.watch_peer(times.heartbeat, times.data_silence());
     call_blocking(own, expected, &stream, until)?;
     let mut bytes = Vec::new();
     wire::encode(
