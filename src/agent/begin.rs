@@ -251,7 +251,7 @@ fn run_small(
         cell.submit(parts, path.name());
         let (times, peer) = (&*cell.times, &peer.routes[src].name);
         let queued = times.copying();
-        match run_inline(&*path, &job, times, peer) {
+        match run_inline(&path, &job, times, peer) {
             Some(ended) => end = ended,
             None => return false,
         }

@@ -56,6 +56,7 @@ impl Run {
         path: Arc<dyn DataPath>,
         route: Arc<Route>,
     ) -> Self {
+        job.goes_to(&path);
         Self {
             at,
             alone,
@@ -284,18 +285,21 @@ impl fmt::Debug for Run {
 
 /// Runs a whole job on the calling thread; `None`: another one has to go on with it.
 pub(super) fn run_inline(
-    path: &dyn DataPath,
+    path: &Arc<dyn DataPath>,
     job: &ReadJob,
     times: &Times,
     peer: &str,
 ) -> Option<End> {
     let failed = match path.run_at_once(job) {
         Ok(true) => None,
-        Ok(false) => return None,
+        Ok(false) => {
+            job.begun_by(path);
+            return None;
+        }
         Err(e) => Some(e),
     };
     times.copied();
-    Some(finish(path, job, failed, peer))
+    Some(finish(&**path, job, failed, peer))
 }
 
 /// After the last byte: did the lease hold?

@@ -47,6 +47,8 @@ type MakeRequest = Box<dyn FnOnce() -> wire::DataOpen + Send>;
 struct Parked {
     begun: Box<dyn Any + Send>,
     joinable: bool,
+    /// See [`ReadJob::begun_by`].
+    by: Option<Arc<dyn DataPath>>,
 }
 
 impl fmt::Debug for Parked {
@@ -112,24 +114,46 @@ impl ReadJob {
     /// Keeps what a path has begun with the job, for the thread that goes on with it; dropped with
     /// the job if none does. `joinable`: [`DataPath::run_until`] may.
     pub fn park(&self, begun: Box<dyn Any + Send>, joinable: bool) {
-        let parked = Parked { begun, joinable };
-        *self.parked.lock().unwrap_or_else(PoisonError::into_inner) = Some(parked);
+        *self.parked() = Some(Parked {
+            begun,
+            joinable,
+            by: None,
+        });
     }
 
     /// What [`Self::park`] was given last.
     pub fn unpark(&self) -> Option<Box<dyn Any + Send>> {
-        let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(parked.take()?.begun)
+        Some(self.parked().take()?.begun)
     }
 
     /// Whether something is parked that [`DataPath::run_until`] may go on with.
     pub fn is_joinable(&self) -> bool {
-        let parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
-        parked.as_ref().is_some_and(|parked| parked.joinable)
+        self.parked().as_ref().is_some_and(|parked| parked.joinable)
+    }
+
+    /// What is parked is this path's, and of no use for another one.
+    pub fn begun_by(&self, path: &Arc<dyn DataPath>) {
+        if let Some(parked) = &mut *self.parked() {
+            parked.by = Some(path.clone());
+        }
+    }
+
+    /// Before a path runs the job: starts over if another one has begun with it. A peer's path may be
+    /// made anew between the begin call and the worker, or be one of another kind.
+    pub fn goes_to(&self, path: &Arc<dyn DataPath>) {
+        let by = self.parked().as_ref().map(|parked| parked.by.clone());
+        if by.is_some_and(|by| by.is_none_or(|by| !Arc::ptr_eq(&by, path))) {
+            self.rewind();
+        }
+    }
+
+    fn parked(&self) -> MutexGuard<'_, Option<Parked>> {
+        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts over. Only while no thread works on the job.
     pub fn rewind(&self) {
+        drop(self.unpark());
         *self.position.lock().unwrap_or_else(PoisonError::into_inner) = Position::default();
         self.moved.store(0, Ordering::Relaxed);
     }

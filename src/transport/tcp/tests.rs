@@ -13,6 +13,7 @@ use super::{HEAD_BYTES, TRAILER_BYTES};
 use crate::cuda::Devices;
 use crate::error::{Result, Status};
 use crate::memory::Lease;
+use crate::plan::Batch;
 use crate::transport::span::tests::{BLOCK, block, filled, register};
 use crate::transport::{DataPath, ReadJob};
 
@@ -240,4 +241,47 @@ fn a_source_that_goes_away_or_refuses_is_told_to_a_waiting_thread() {
         drop(job);
         assert!(memory.iter().all(|byte| *byte == 0xee));
     }
+}
+
+/// A way of another kind, which finds what is left to do in the job alone.
+struct Other;
+
+impl DataPath for Other {
+    fn name(&self) -> &'static str {
+        "other"
+    }
+
+    fn reason(&self) -> String {
+        "a test".into()
+    }
+
+    fn run(&self, job: &ReadJob) -> Result<()> {
+        let mut batch = Batch::new();
+        while job.next(u64::MAX, &mut batch) {}
+        job.add_moved(batch.iter().map(|pattern| pattern.bytes()).sum());
+        Ok(())
+    }
+
+    fn attest(&self, _: &ReadJob) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn inline_bytes(&self) -> u64 {
+        0
+    }
+}
+
+#[test]
+fn a_job_that_was_asked_for_on_one_way_starts_over_on_another() {
+    let mut memory = vec![0xee; BLOCK];
+    let (source, path, job) = asked(&mut memory);
+    let (path, other): (Arc<dyn DataPath>, Arc<dyn DataPath>) = (Arc::new(path), Arc::new(Other));
+    job.begun_by(&path);
+    job.goes_to(&path);
+    assert!(path.may_be_joined(&job));
+    job.goes_to(&other);
+    assert!(!path.may_be_joined(&job));
+    other.run(&job).unwrap();
+    assert_eq!(job.moved(), BLOCK as u64);
+    drop((source, path));
 }

@@ -46,6 +46,7 @@ pub struct MessagePath {
     link: Link,
     reason: String,
     devices: Arc<Devices>,
+    pub(super) silence: Duration,
     silent: AtomicBool,
 }
 
@@ -68,6 +69,7 @@ impl MessagePath {
             source,
             reason,
             devices,
+            silence: SILENCE,
             silent: AtomicBool::new(false),
         };
         // An old connection may not have noticed yet that the network works again.
@@ -157,19 +159,9 @@ impl MessagePath {
         self.engine.send(self.link.endpoint, message)
     }
 
-    /// What was asked for through this connection when the job was begun.
-    fn begun(&self, job: &ReadJob) -> Option<Box<Asked>> {
-        let begun: Box<Asked> = job.unpark()?.downcast().ok()?;
-        if begun.is_of(&self.link.secret) {
-            return Some(begun);
-        }
-        job.rewind(); // through an earlier one, which may never answer
-        None
-    }
-
     /// A job is given up that has heard nothing since then.
     pub(super) fn given_up(&self, heard: Instant) {
-        if heard.elapsed() >= SILENCE {
+        if heard.elapsed() >= self.silence {
             self.silent.store(true, Ordering::Relaxed);
         }
     }
@@ -302,6 +294,11 @@ impl Drop for OpenChannel {
     }
 }
 
+/// What was asked for when the job was begun.
+fn begun(job: &ReadJob) -> Option<Box<Asked>> {
+    job.unpark().and_then(|begun| begun.downcast().ok())
+}
+
 impl DataPath for MessagePath {
     fn name(&self) -> &'static str {
         "ucx"
@@ -312,7 +309,7 @@ impl DataPath for MessagePath {
     }
 
     fn run(&self, job: &ReadJob) -> Result<()> {
-        if let Some(mut asked) = self.begun(job) {
+        if let Some(mut asked) = begun(job) {
             let taken = job.wake().and_then(|wake| {
                 self.take_small(job, &mut asked, &mut |channel| {
                     channel.wait(Some(wake.as_fd()), None).map(|()| true)
@@ -348,7 +345,7 @@ impl DataPath for MessagePath {
         if !job.is_joinable() {
             return Ok(false);
         }
-        let Some(mut asked) = self.begun(job) else {
+        let Some(mut asked) = begun(job) else {
             return Ok(false);
         };
         let taken = job.wake().and_then(|wake| {

@@ -6,7 +6,6 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use super::KEY_BYTES;
 use super::path::{MessagePath, OpenChannel};
 use crate::err;
 use crate::error::Result;
@@ -30,13 +29,6 @@ pub(super) struct Asked {
     heard: Instant,
 }
 
-impl Asked {
-    /// Whether it was asked for through the connection with this secret.
-    pub(super) fn is_of(&self, secret: &[u8; KEY_BYTES]) -> bool {
-        self.channel.secret == *secret
-    }
-}
-
 impl MessagePath {
     /// Asks for the whole of a small job in host memory; `None`: it is none, and nothing was done.
     pub(super) fn ask_small(&self, job: &ReadJob) -> Result<Option<Asked>> {
@@ -51,16 +43,15 @@ impl MessagePath {
         };
         let mut out = Vec::new();
         let mut asking = Asking::begin(job, asked.channel.number, &mut out)?;
-        let mut flow = Flow::new(self.devices(), job);
         while let Some(batch) = asking.next(job, &mut out)? {
+            let shapes = batch.shapes();
+            let bytes = shapes.map(|(shape, places)| shape.bytes() * places.len() as u64);
+            let mut buffer = vec![0; bytes.sum::<u64>() as usize];
             let mut ranges = Ranges::default();
-            let placed = place(job, self.pools(), &batch, &mut ranges, &mut flow)?;
-            let mut buffer = vec![0; placed.bytes as usize];
-            ranges.clear();
             ranges.push(buffer.as_mut_ptr(), buffer.len());
             // SAFETY: `coming` has the buffer until the channel is closed, and leaves it alone until
             // the batch is in place.
-            unsafe { asked.channel.expect(ranges, placed.bytes) };
+            unsafe { asked.channel.expect(ranges, buffer.len() as u64) };
             asked.coming.push_back((batch, buffer));
         }
         self.ask(out)?;

@@ -157,6 +157,19 @@ impl Accept for Serves {
     }
 }
 
+/// Runs a job, which is cancelled if that takes long, as by its transfer's deadline.
+fn run_for_a_while(path: &MessagePath, job: &Arc<ReadJob>) -> Result<()> {
+    let (deadline, (ended, over)) = (job.clone(), mpsc::channel::<()>());
+    let timer = std::thread::spawn(move || {
+        let _ = over.recv_timeout(Duration::from_secs(5));
+        deadline.cancel();
+    });
+    let outcome = path.run(job);
+    drop(ended);
+    timer.join().unwrap();
+    outcome
+}
+
 /// A source, a reader, and the reader's pool 1.
 struct Two {
     served: Arc<Served>,

@@ -46,15 +46,7 @@ fn a_job_over_an_endpoint_that_has_just_been_closed_fails_at_once() {
         std::thread::yield_now();
     }
     let job = two.job();
-    let (deadline, (ended, over)) = (job.clone(), mpsc::channel::<()>());
-    let timer = std::thread::spawn(move || {
-        let _ = over.recv_timeout(Duration::from_secs(5));
-        deadline.cancel(); // as the transfer's deadline would
-    });
-    let outcome = path.run(&job);
-    drop(ended);
-    timer.join().unwrap();
-    let e = outcome.unwrap_err();
+    let e = run_for_a_while(&path, &job).unwrap_err();
     assert_eq!(e.status, Status::KVF_ERR_TRANSFER);
     assert!(e.text.contains("the endpoint was closed"), "{e}");
     drop(path);
@@ -67,27 +59,31 @@ fn a_connection_that_was_silent_until_a_job_was_given_up_is_made_anew() {
     if ucx("a_connection_that_was_silent").is_none() {
         return;
     }
-    for small in [false, true] {
+    let cases = [(LONG, true), (Duration::ZERO, false)];
+    for (small, (silence, usable)) in [false, true]
+        .map(|small| cases.map(|case| (small, case)))
+        .concat()
+    {
         let mut two = Two::new();
         two.served.small.store(small, Ordering::SeqCst);
-        let path = two.good_path();
+        let mut path = two.good_path();
+        path.silence = silence;
         let served = two.served.clone();
         let held_up = served.gate.lock().unwrap();
-        for (given_up, usable) in [(0, true), (1500, false)] {
-            let job = match small {
-                true => two.asked(&path),
-                false => two.job(),
-            };
-            let late = job.clone();
-            let deadline = std::thread::spawn(move || {
-                std::thread::sleep(Duration::from_millis(given_up));
-                late.cancel();
-            });
-            path.run(&job).unwrap();
-            deadline.join().unwrap();
-            assert_eq!(job.moved(), 0);
-            assert_eq!(path.is_usable(), usable, "{small} {given_up}");
-        }
+        let job = match small {
+            true => two.asked(&path),
+            false => two.job(),
+        };
+        let (late, asked) = (job.clone(), served.clone());
+        let deadline = std::thread::spawn(move || {
+            let came = asked.hears("open", 1, LONG);
+            late.cancel();
+            came
+        });
+        path.run(&job).unwrap();
+        assert!(deadline.join().unwrap());
+        assert_eq!(job.moved(), 0);
+        assert_eq!(path.is_usable(), usable, "{small} {silence:?}");
         drop((held_up, path));
         two.end();
     }

@@ -191,30 +191,34 @@ fn a_refusal_or_the_end_of_the_source_is_told_to_who_waits() {
     two.end();
 }
 
-/// As the agent does when a way has ended between the begin call and the worker.
+/// What one path was asked for is gone on with by it, and by no other.
 #[test]
-fn what_an_earlier_connection_was_asked_for_is_asked_for_anew() {
-    if ucx("what_an_earlier_connection").is_none() {
+fn what_another_connection_was_asked_for_is_asked_for_anew() {
+    if ucx("what_another_connection").is_none() {
         return;
     }
     let mut two = Two::small();
-    let (earlier, path) = (two.good_path(), two.good_path());
+    let path: Arc<dyn DataPath> = Arc::new(two.good_path());
     let served = two.served.clone();
-    let held_up = served.gate.lock().unwrap();
-    let job = two.asked(&earlier);
-    served.wait_heard("open", 1);
-    drop(earlier);
-    drop(held_up);
-    let (deadline, (ended, over)) = (job.clone(), mpsc::channel::<()>());
-    let timer = std::thread::spawn(move || {
-        let _ = over.recv_timeout(Duration::from_secs(5));
-        deadline.cancel(); // as the transfer's deadline would
-    });
-    path.run(&job).unwrap();
-    assert_eq!((job.moved(), served.heard("open")), (BLOCK as u64, 2));
-    drop(ended);
-    timer.join().unwrap();
-    drop(job);
+    for (asked_by_another, times) in [(false, 1), (true, 2)] {
+        let opened = served.heard("open");
+        let held_up = served.gate.lock().unwrap();
+        let job = two.one_block();
+        {
+            let earlier: Arc<dyn DataPath> = match asked_by_another {
+                true => Arc::new(two.good_path()),
+                false => path.clone(),
+            };
+            assert!(!earlier.run_at_once(&job).unwrap());
+            job.begun_by(&earlier);
+            served.wait_heard("open", opened + 1);
+            job.goes_to(&path); // the last word of an earlier one may never come
+        }
+        drop(held_up);
+        path.run(&job).unwrap();
+        assert_eq!(job.moved(), BLOCK as u64);
+        assert_eq!(served.heard("open"), opened + times);
+    }
     assert!(two.has_the_block());
     drop(path);
     two.end();
@@ -236,15 +240,7 @@ fn a_connection_that_the_source_has_ended_is_not_asked() {
     let job = two.one_block();
     assert!(!path.run_at_once(&job).unwrap());
     assert!(!path.may_be_joined(&job));
-    let (deadline, (ended, over)) = (job.clone(), mpsc::channel::<()>());
-    let timer = std::thread::spawn(move || {
-        let _ = over.recv_timeout(Duration::from_secs(5));
-        deadline.cancel(); // as the transfer's deadline would
-    });
-    let outcome = path.run(&job);
-    drop(ended);
-    timer.join().unwrap();
-    let e = outcome.unwrap_err();
+    let e = run_for_a_while(&path, &job).unwrap_err();
     assert_eq!(e.status, Status::KVF_ERR_TRANSFER);
     assert!(
         e.text.contains("the source has ended the connection"),
